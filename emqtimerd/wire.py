@@ -8,7 +8,7 @@ import binascii
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 BRAND_KEY = b"{emq}:version"
 """Where a node keeps its brand. A client reads it and never writes it."""
@@ -73,7 +73,7 @@ LEASES_COUNTED = 1_000
 """How many leases of a queue the epoch counts look at: a thousand row reads take the server
 about half a millisecond, which is as long as one sweep of the default limit may."""
 
-type BaseForm = Literal["key", "arg"]
+BaseForm: TypeAlias = Literal["key", "arg"]
 
 
 def queue_name_problem(name: str) -> str | None:
@@ -91,12 +91,9 @@ def queue_name_problem(name: str) -> str | None:
     if len(encoded) > MAX_QUEUE_NAME_BYTES:
         return f"is {len(encoded)} bytes long, at most {MAX_QUEUE_NAME_BYTES} are allowed"
     for character in name:
-        if character in "{}":
-            return f"holds a {character!r}"
-        if character.isspace():
-            return f"holds white space ({ascii(character)})"
-        if unicodedata.category(character) == "Cc":
-            return f"holds a control character ({ascii(character)})"
+        if character in "{}" or character.isspace() or unicodedata.category(character) == "Cc":
+            kind = "brace" if character in "{}" else "white space or control character"
+            return f"holds a {kind} ({character!a})"
     return None
 
 
@@ -241,8 +238,9 @@ class ReplyError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        # Lua and EXEC wrap the first cause: `-EXECABORT ...`, `-ERR ... script: ..., READONLY ...`.
-        self.code = text.partition(" ")[0] or "ERR"
+        # A script-style error wraps its cause, and a demoted primary must be seen through it.
+        wrapped = text.startswith("ERR") and "READONLY" in text
+        self.code = "READONLY" if wrapped else text.partition(" ")[0] or "ERR"
 
 
 class ShapeError(Exception):
@@ -253,7 +251,7 @@ class ShapeError(Exception):
         self.code = "shape"
 
 
-type Reply = object
+Reply: TypeAlias = object
 """What the parser makes of one reply: int, bytes, None, list, or a ReplyError as a value."""
 
 
@@ -262,7 +260,7 @@ def error_code(code: str) -> str:
     return code if code in ERROR_CODES else "other"
 
 
-def outline(reply: object, depth: int = 0) -> str:
+def outline(reply: object, depth: int = 0) -> str:  # noqa: PLR0911 - one for each shape
     """Describe the shape of a reply without its content, for an error message."""
     match reply:
         case bytes():
@@ -409,7 +407,7 @@ def read_info(reply: Reply) -> dict[str, str]:
     return {name: value for name, colon, value in pairs if colon}
 
 
-type Cause = Literal["stall", "restart", "unstamped", "unattributed"]
+Cause: TypeAlias = Literal["stall", "restart", "unstamped", "unattributed"]
 
 CAUSES: tuple[Cause, ...] = ("stall", "restart", "unstamped", "unattributed")
 

@@ -1,0 +1,495 @@
+"""Connections to EMQ nodes: the fence, pipelines with a deadline, and what a fault means.
+
+redis-py dials, speaks TLS and authenticates; it retries nothing. After the fence a connection is
+a `Link`: one exchange at a time, a total deadline on each, and errors as plain values.
+"""
+
+import contextlib
+import random
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import hiredis
+import redis
+from redis.connection import AbstractConnection
+
+from emqtimerd import wire
+from emqtimerd.config import NodeSettings, read_secret
+
+BACKOFF_FIRST_SECONDS = 0.1
+BACKOFF_CAP_SECONDS = 5.0
+"""The pause before a dead node is dialled again doubles up to this: long enough to cost nothing,
+short enough that a node is swept within a few intervals of its return."""
+
+READ_BYTES = 65_536
+"""One read takes a whole pipeline's replies in the common case; also the usual socket buffer."""
+
+MIN_WAIT_SECONDS = 0.001
+"""A timeout of zero would switch the socket to non-blocking; a passed deadline waits this long."""
+
+_MORE = object()
+
+CLOCK_WINDOW_SECONDS = 10.0
+"""How long a measured distance between the clocks is trusted: even at 100 ppm of drift, which is
+a bad crystal, a wake is then at most 1 ms off."""
+
+# Replies after which the connection leads to the wrong server or to none.
+_ASTRAY = frozenset({"READONLY", "MASTERDOWN", "LOADING", "NOAUTH"})
+
+
+def leads_astray(error: Exception) -> bool:
+    """Tell whether an error means that this connection should not be used again.
+
+    Dropping it makes the next one resolve the name (or ask Sentinel) again and pass the fence
+    again; an unloaded module shows up as an unknown command.
+    """
+    if not isinstance(error, wire.ReplyError):
+        return isinstance(error, wire.ShapeError)
+    return error.code in _ASTRAY or str(error).startswith("ERR unknown command")
+
+
+class NodeFault(Exception):  # noqa: N818 - its children say what happened, in the field's words
+    """A node could not be worked on; `code` is what the fault is counted under."""
+
+    def __init__(self, node: str, code: str, message: str) -> None:
+        super().__init__(f"{node}: {message}")
+        self.node = node
+        self.code = code
+        self.message = message
+
+
+class Unreachable(NodeFault):
+    """The node was not reached: no connection, no TLS session, or no authentication."""
+
+
+class BackingOff(Unreachable):
+    """The node was not tried: it was unreachable a moment ago, and its next try is to come."""
+
+
+class FenceRefused(NodeFault):
+    """The server is not an EMQ node of this wire: a token is missing, or the brand is another."""
+
+
+class NotReady(NodeFault):
+    """The server answered the handshake with an error that means "later", such as LOADING."""
+
+
+class Lost(NodeFault):
+    """A pipeline was sent and not all of its replies arrived: the outcome of the rest is unknown.
+
+    `replies` are those that did arrive, in order.
+    """
+
+    def __init__(self, node: str, code: str, message: str, replies: list[wire.Reply]) -> None:
+        super().__init__(node, code, message)
+        self.replies = replies
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the fence read from a server: which process it is and what it can do."""
+
+    run_id: str
+    version: str
+    brand: str
+    tokens: tuple[str, ...]
+    started: float
+    """When the server process started, by the local monotonic clock (seconds); `-inf` unknown."""
+
+
+class Link:
+    """One fenced connection to one server."""
+
+    def __init__(self, node: str, connection: AbstractConnection) -> None:
+        self._node = node
+        self._connection = connection
+        # redis-py has no public way to its socket, and its own reader has no total deadline:
+        # a server that drips one byte a second would hold a round for ever.
+        self._socket = cast("socket.socket", connection._sock)
+        self._reader = hiredis.Reader(replyError=wire.ReplyError, notEnoughData=_MORE)
+        self._usable = True
+
+    def exchange(
+        self, commands: bytes | list[bytes], count: int, deadline: float
+    ) -> list[wire.Reply]:
+        """Send commands in one go and return their `count` replies, errors as values.
+
+        `deadline` is an instant of the monotonic clock. Raises Lost when it passes, or when the
+        connection breaks; the connection is then of no further use.
+        """
+        replies: list[wire.Reply] = []
+        data = b"".join(commands) if isinstance(commands, list) else commands
+        try:
+            self._socket.settimeout(max(deadline - time.monotonic(), MIN_WAIT_SECONDS))
+            self._socket.sendall(data)
+            while len(replies) < count:
+                reply = self._reader.gets()
+                if reply is _MORE:
+                    self._read_more(deadline)
+                else:
+                    replies.append(reply)
+        except TimeoutError as error:
+            self.close()
+            raise Lost(self._node, "timeout", "no reply within the timeout", replies) from error
+        except (OSError, hiredis.HiredisError) as error:
+            self.close()
+            what = f"the connection broke before the reply ({_reason(error)})"
+            raise Lost(self._node, "connection", what, replies) from error
+        except BaseException:
+            # An interrupt leaves replies unread: the next user of this link would take them for
+            # its own.
+            self.close()
+            raise
+        if self._reader.has_data():
+            # More replies than commands: whatever they answer, it was not us.
+            self._usable = False
+        return replies
+
+    def _read_more(self, deadline: float) -> None:
+        self._socket.settimeout(max(deadline - time.monotonic(), MIN_WAIT_SECONDS))
+        data = self._socket.recv(READ_BYTES)
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        self._reader.feed(data)
+
+    def drop(self) -> None:
+        """Let this link not be used again once it is given back."""
+        self._usable = False
+
+    def is_usable(self) -> bool:
+        """Tell whether the next exchange may use this link, without asking the server.
+
+        An idle connection has nothing to read; one that has was closed by the server (a restart)
+        or holds an answer that nobody asked for.
+        """
+        if not self._usable:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Close the connection; safe to call twice."""
+        self._usable = False
+        self._connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+class ServerClock:
+    """Where the server's clock stands against the local monotonic one.
+
+    A reply to TIME puts the distance between two bounds: the instants of sending and receiving.
+    The tightest recent bounds count. What is converted is never early, since a sweep sent before
+    its due time would move nothing.
+    """
+
+    def __init__(self) -> None:
+        self._least = float("-inf")
+        self._most = float("inf")
+        self._until = float("-inf")
+
+    def observe(self, sent: float, received: float, server_ms: float) -> None:
+        """Take in one reading of the server's clock, in milliseconds."""
+        least, most = sent - server_ms / 1000, received - server_ms / 1000
+        stepped = most < self._least or least > self._most
+        if stepped or sent > self._until or most - least < self._most - self._least:
+            self._least, self._most = least, most
+            self._until = received + CLOCK_WINDOW_SECONDS
+
+    def to_monotonic(self, server_ms: float) -> float:
+        """Return the instant of the local monotonic clock at which the server's will say this."""
+        return server_ms / 1000 + self._most
+
+
+class Node:
+    """One EMQ server, reached anew whenever its connections drop. Safe for several threads."""
+
+    def __init__(self, name: str, dial: Callable[[], AbstractConnection], timeout: float) -> None:
+        self.name = name
+        self.timeout_seconds = timeout
+        self.identity: Identity | None = None
+        """What the latest fence read; None before the first one passed."""
+        self.peek_allowed = True
+        """Whether the node's ACL lets us peek; a new connection asks again."""
+        self.clock = ServerClock()
+        self._dial = dial
+        self._idle: list[Link] = []
+        self._connecting = threading.Lock()
+        self._failures = 0
+        self._retry_at = 0.0
+        self._last_fault: NodeFault | None = None
+
+    @contextlib.contextmanager
+    def link(self) -> Iterator[Link]:
+        """Lend a fenced link; it comes back to the idle ones unless something broke it.
+
+        Raises Unreachable, BackingOff, FenceRefused or NotReady.
+        """
+        link = self._take_idle() or self._connect()
+        try:
+            yield link
+        except BaseException:
+            link.close()
+            raise
+        if link.is_usable():
+            self._idle.append(link)
+        else:
+            link.close()
+
+    def drop_idle(self) -> None:
+        """Close the idle links: the server behind them is not the one to talk to."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        """Close what is idle; links on loan are closed when they come back broken."""
+        self.drop_idle()
+
+    def _take_idle(self) -> Link | None:
+        while True:
+            try:
+                link = self._idle.pop()
+            except IndexError:
+                return None
+            if link.is_usable():
+                return link
+            link.close()
+
+    def _connect(self) -> Link:
+        # One thread dials; the others wait and then find a link or a fresh fault, so that a black
+        # hole costs one connect timeout and not one for each thread.
+        with self._connecting:
+            if link := self._take_idle():
+                return link
+            wait = self._retry_at - time.monotonic()
+            if self._last_fault and wait > 0:
+                fault = self._last_fault
+                raise BackingOff(fault.node, fault.code, fault.message) from fault
+            try:
+                link, self.identity = self._open()
+            except NodeFault as fault:
+                self._failures += 1
+                pause = min(BACKOFF_FIRST_SECONDS * 2**self._failures, BACKOFF_CAP_SECONDS)
+                # Full jitter in the upper half: replicas that lost one node do not come back
+                # in step, and none comes back at once.
+                self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1)  # noqa: S311 - jitter, no secret
+                self._last_fault = fault
+                raise
+            self._failures = 0
+            self._last_fault = None
+            self.peek_allowed = True
+            return link
+
+    def _open(self) -> tuple[Link, Identity]:
+        connection = None
+        try:
+            connection = self._dial()
+            connection.connect()  # type: ignore[no-untyped-call]
+        except redis.AuthenticationError as error:
+            raise Unreachable(
+                self.name,
+                "WRONGPASS",
+                f"authentication was refused ({_reason(error)}); check the user name and the "
+                "password (node.username, node.password_file, or the URL)",
+            ) from error
+        except redis.BusyLoadingError as error:
+            raise NotReady(self.name, "LOADING", "the server is loading its data") from error
+        except redis.TimeoutError as error:
+            raise Unreachable(
+                self.name, "timeout", "no connection within node.connect_timeout"
+            ) from error
+        except redis.ResponseError as error:
+            code = wire.ReplyError(str(error)).code
+            raise NotReady(self.name, code, f"the handshake was refused: {error}") from error
+        except (redis.RedisError, OSError, ssl.SSLError) as error:
+            raise Unreachable(
+                self.name, "connection", f"cannot connect ({_reason(error)})"
+            ) from error
+        link = Link(self.name, connection)
+        try:
+            return link, read_identity(self.name, link, self.timeout_seconds)
+        except Lost as lost:
+            link.close()
+            raise Unreachable(
+                self.name, lost.code, f"during the handshake: {lost.message}"
+            ) from lost
+        except BaseException:
+            link.close()
+            raise
+
+
+def read_identity(node: str, link: Link, timeout: float) -> Identity:
+    """Pass the fence of a native client: tokens, brand, run_id (contract, section 1).
+
+    INFO is welcome but not required: an ACL may deny it, and then `run_id` is unknown. Raises
+    FenceRefused, or NotReady with the server's own code.
+    """
+    commands = [
+        wire.pack("CLIENT", "SETNAME", "emqtimerd"),
+        wire.VERSION,
+        wire.READ_BRAND,
+        wire.INFO_SERVER,
+    ]
+    _, version, brand, info = link.exchange(commands, len(commands), time.monotonic() + timeout)
+    tokens = _read_tokens(node, version)
+    missing = [token for token in wire.REQUIRED_TOKENS if token not in tokens]
+    if missing:
+        raise FenceRefused(
+            node, "ERR", f"the server lacks the capability {' and '.join(missing)} (EMQ.VERSION)"
+        )
+    _check_brand(node, brand)
+    server = {} if isinstance(info, wire.ReplyError) else wire.read_info(info)
+    uptime = server.get("uptime_in_seconds", "")
+    return Identity(
+        run_id=server.get("run_id", ""),
+        version=server.get("valkey_version") or server.get("redis_version", ""),
+        brand=wire.BRAND.decode(),
+        tokens=tokens,
+        started=time.monotonic() - int(uptime) if uptime.isdigit() else float("-inf"),
+    )
+
+
+def _read_tokens(node: str, reply: wire.Reply) -> tuple[str, ...]:
+    try:
+        return wire.read_tokens(reply)
+    except wire.ReplyError as error:
+        if error.code == "ERR":
+            raise FenceRefused(
+                node,
+                "ERR",
+                "the server does not know EMQ.VERSION: the native job core is not loaded there",
+            ) from error
+        raise _handshake_fault(node, "EMQ.VERSION", error) from error
+
+
+def _check_brand(node: str, reply: wire.Reply) -> None:
+    try:
+        brand = wire.read_brand(reply)
+    except wire.ReplyError as error:
+        raise _handshake_fault(node, "GET {emq}:version", error) from error
+    if brand is None:
+        raise FenceRefused(
+            node,
+            "ERR",
+            "the node has no brand at {emq}:version; its operator sets it to "
+            f"{wire.BRAND.decode()}, emqtimerd never does",
+        )
+    if brand != wire.BRAND:
+        raise FenceRefused(
+            node,
+            "ERR",
+            f"the node's brand is {wire.printable(brand)[:80]}, not {wire.BRAND.decode()}",
+        )
+
+
+def _handshake_fault(node: str, command: str, error: wire.ReplyError) -> NodeFault:
+    if error.code in ("NOAUTH", "WRONGPASS"):
+        return Unreachable(
+            node,
+            error.code,
+            "the server wants authentication; give node.username and node.password_file",
+        )
+    return NotReady(node, error.code, f"{command} was refused: {error}")
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost words of an error; redis-py wraps the operating system's in its own."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+# --- dialling -----------------------------------------------------------------------------------
+
+
+class _Credentials(redis.CredentialProvider):
+    """User name and password, the file read anew at each connection so that rotation needs no
+    restart."""
+
+    def __init__(self, username: str, password_file: str) -> None:
+        self._username = username
+        self._password_file = password_file
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = read_secret(self._password_file)
+        return (self._username, password) if self._username else (password,)
+
+
+class _TlsConnection(redis.SSLConnection):
+    """redis-py's TLS connection, with a server name that may differ from the dialled host."""
+
+    def __init__(self, server_name: str = "", **options: Any) -> None:
+        self._server_name = server_name
+        super().__init__(**options)
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        dialled, self._host = self._host, self._server_name or self._host
+        try:
+            wrapped = super()._wrap_socket_with_ssl(sock)  # type: ignore[no-untyped-call]
+            return cast("ssl.SSLSocket", wrapped)
+        finally:
+            self._host = dialled
+
+
+class _UnixConnection(redis.UnixDomainSocketConnection):
+    """redis-py's connection over a socket file; the abstract `host` of its base stays unused."""
+
+    host = ""
+
+
+def open_node(settings: NodeSettings) -> Node:
+    """Return the node that the settings name; nothing is dialled before the first link."""
+    url = settings.url
+    options: dict[str, Any] = {
+        # RESP2, and no CLIENT SETINFO: an ACL with little more than the two verbs must do.
+        "protocol": 2,
+        "driver_info": None,
+        "db": url.db,
+        "socket_connect_timeout": settings.connect_timeout_seconds,
+        "socket_timeout": settings.timeout_seconds,
+        # One arrival a sweep: a verb whose reply is late must never be sent again by itself.
+        "retry": None,
+        **_login(settings),
+    }
+    kind: Callable[..., AbstractConnection]
+    if url.scheme == "unix":
+        name = url.socket
+        kind, options["path"] = _UnixConnection, url.socket
+    else:
+        host, port = url.hosts[0]
+        name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        options |= {"host": host, "port": port}
+        kind = redis.Connection
+    if url.tls:
+        kind = _TlsConnection
+        options |= _tls(settings)
+    return Node(name, lambda: kind(**options), settings.timeout_seconds)
+
+
+def _login(settings: NodeSettings) -> dict[str, Any]:
+    """How the connection authenticates; what stands beside the URL is stronger than the URL."""
+    username = settings.username or settings.url.username
+    if settings.password_file:
+        return {"credential_provider": _Credentials(username, settings.password_file)}
+    if settings.url.password is None:
+        return {}
+    return {"username": username or None, "password": settings.url.password.get_secret_value()}
+
+
+def _tls(settings: NodeSettings) -> dict[str, Any]:
+    tls = settings.tls
+    return {
+        "ssl_ca_certs": tls.ca_file or None,
+        "ssl_certfile": tls.cert_file or None,
+        "ssl_keyfile": tls.key_file or tls.cert_file or None,
+        "server_name": tls.server_name,
+        # The floor of today's TLS; Python's default context may allow less on old systems.
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }

@@ -1,0 +1,446 @@
+"""One round: sweep these queues now with this verb, drain them, and return what happened.
+
+A round never sleeps, schedules or logs. One queue's error is that queue's result and nobody
+else's; a fault of the node is the result of every queue that still waited for it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from emqtimerd import wire
+from emqtimerd.node import BackingOff, Link, Lost, Node, NodeFault, leads_astray
+from emqtimerd.wire import BaseForm
+
+Verb: TypeAlias = Literal["promote", "stalled_check"]
+
+VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
+
+MOVES_PER_EXCHANGE = 2_000
+"""How many jobs the sweeps of one pipeline may be expected to move. The server runs a pipeline
+without serving anybody else in between: at some 200,000 moves a second this keeps the others'
+wait near 10 ms."""
+
+QUEUES_PER_EXCHANGE = 500
+"""How many queues share a pipeline when nothing moves: about 100 kB of commands, beyond which a
+larger pipeline saves no more round trips worth having."""
+
+
+@dataclass(slots=True)
+class Sweep:
+    """A standing order: this verb for this queue, and what the last round learned about it."""
+
+    queue: str
+    verb: Verb
+    limit: int
+    max_stalled: int = 1
+    base_form: BaseForm = "key"
+    blocked: bool = False
+    """Whether the head was refused last time; then the next round first tries the head alone."""
+    expected: int = -1
+    """How many jobs the next sweep may move, for sharing pipelines; unknown (-1) counts as
+    `limit`."""
+    _packed: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    def commands(self, limit: int) -> bytes:
+        """The commands of one sweep without the peek, packed once for each limit."""
+        packed = self._packed.get(limit)
+        if packed is None:
+            packed = self._packed[limit] = self._pack(limit)
+        return packed
+
+    def _pack(self, limit: int) -> bytes:
+        if self.verb == "promote":
+            head = wire.head(self.queue, "schedule")
+            return head + wire.promote(self.queue, limit, self.base_form)
+        return wire.stalled_check(self.queue, self.max_stalled, limit, self.base_form)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A row that makes every sweep of its queue refuse, until somebody removes it."""
+
+    job_id: bytes | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sweep failed: the code that it is counted under, and the words."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """A lease that ran out and was taken from its holder by this sweep."""
+
+    job_id: bytes
+    cause: wire.Cause
+    epoch: bytes | None = None
+    run_id: bytes | None = None
+    past_deadline_ms: int = 0
+
+
+@dataclass(slots=True)
+class SweepResult:
+    """What one round did to one queue. Counts are what the server answered, never a guess."""
+
+    queue: str
+    verb: Verb
+    node: str = ""
+    passes: int = 0
+    """How many sweep commands were answered with success."""
+    promoted: int = 0
+    recovered: list[bytes] = field(default_factory=list)
+    dead: list[bytes] = field(default_factory=list)
+    expiries: list[Expiry] = field(default_factory=list)
+    lateness_ms: list[float] = field(default_factory=list)
+    """For each pass that moved something: how long past its time the oldest job was."""
+    unknown: int = 0
+    """How many sweep commands were sent and never answered: each may have moved up to `limit`."""
+    failure: Failure | None = None
+    skipped: bool = False
+    """The node was not tried: it is backing off from an earlier failure, or the round ended."""
+    blocked: Blocked | None = None
+    backlog: bool = False
+    """Work was left that the round had no time for."""
+    next_due: float | None = None
+    """When the head comes due, by the local monotonic clock (seconds)."""
+    finished_at: float = 0.0
+    """When the queue was last swept with success, as a Unix time in seconds; 0 if it was not."""
+    jobs: tuple[int, int, int, int] | None = None
+    """The sizes of pending, active, schedule and dead, read with the stall check."""
+    leases: tuple[int, int, int] | None = None
+    """Of the first leases: how many carry the current epoch, an earlier one, none."""
+
+    @property
+    def moved(self) -> int:
+        """How many jobs left their set for a good one or for the dead letters."""
+        return self.promoted + len(self.recovered) + len(self.dead)
+
+    @property
+    def outcome(self) -> Literal["ok", "error", "unknown", "skipped"]:
+        """How the round ended for this queue."""
+        if self.unknown:
+            return "unknown"
+        if self.failure or self.blocked:
+            return "error"
+        return "skipped" if self.skipped else "ok"
+
+
+@dataclass(slots=True)
+class _Course:
+    """One queue's way through the passes of a round."""
+
+    sweep: Sweep
+    result: SweepResult
+    allowance: int
+    """The limit of the next command: narrowed while a row makes the sweep refuse."""
+    expected: int
+    """How many jobs the next command may move; -1 is unknown."""
+    probing: bool
+    """The next command tries the head alone, which was refused in the last round."""
+    again: bool = False
+    last_head: wire.Head | None = None
+
+    @classmethod
+    def of(cls, sweep: Sweep, node: Node) -> "_Course":
+        result = SweepResult(sweep.queue, sweep.verb, node.name)
+        allowance = 1 if sweep.blocked else sweep.limit
+        return cls(sweep, result, allowance, sweep.expected, sweep.blocked)
+
+    @property
+    def weight(self) -> int:
+        return self.allowance if self.expected < 0 else min(self.expected, self.allowance)
+
+
+def run_round(
+    node: Node,
+    sweeps: Sequence[Sweep],
+    *,
+    until: float,
+    drain: bool = True,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[SweepResult]:
+    """Sweep the queues once with their verb, and again while they have a backlog.
+
+    All sweeps have one verb. `until` is the instant of the monotonic clock after which no further
+    pipeline is sent; what is left then is reported as `backlog`. Queues take turns, so that a deep
+    one does not starve the others.
+    """
+    courses = [_Course.of(sweep, node) for sweep in sweeps]
+    waiting = deque(courses)
+    while waiting:
+        if stop() or time.monotonic() >= until:
+            _leave(waiting)
+            break
+        batch = _take_batch(waiting)
+        fault = _exchange(node, batch, drain)
+        if fault is not None:
+            _fail(waiting, fault)
+            break
+        waiting.extend(course for course in batch if course.again)
+    return [course.result for course in courses]
+
+
+def _take_batch(waiting: deque[_Course]) -> list[_Course]:
+    batch: list[_Course] = []
+    room = MOVES_PER_EXCHANGE
+    while waiting and len(batch) < QUEUES_PER_EXCHANGE:
+        room -= waiting[0].weight
+        if batch and room < 0:
+            break
+        batch.append(waiting.popleft())
+    return batch
+
+
+def _leave(waiting: Iterable[_Course]) -> None:
+    for course in waiting:
+        if course.result.passes:
+            course.result.backlog = True
+        else:
+            course.result.skipped = True
+
+
+# --- one exchange -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One queue's commands in a pipeline, and how many replies they bring."""
+
+    commands: bytes
+    replies: int
+    peeks: bool = False
+    counts: bool = False
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one sweep command said."""
+
+    moved: int = 0
+    head: wire.Head | None = None
+    """The first member of the set that the sweep takes from, read just before it."""
+    error: wire.ReplyError | wire.ShapeError | None = None
+    peek_refused: bool = False
+    """The transaction was refused for its peek alone: nothing was swept."""
+
+
+def _exchange(node: Node, batch: list[_Course], drain: bool) -> NodeFault | None:
+    """Send one pipeline and read it into the results; return the fault that ends the round."""
+    try:
+        with node.link() as link:
+            fault, astray = _exchange_over(link, node, batch, drain)
+            if astray:
+                link.drop()
+                node.drop_idle()
+            return fault
+    except NodeFault as fault:
+        _fail(batch, fault)
+        return fault
+
+
+def _exchange_over(
+    link: Link, node: Node, batch: list[_Course], drain: bool
+) -> tuple[NodeFault | None, bool]:
+    units = [_unit(course, node.peek_allowed) for course in batch]
+    commands = [wire.TIME, *(unit.commands for unit in units)]
+    count = 1 + sum(unit.replies for unit in units)
+    lost: Lost | None = None
+    sent = time.monotonic()
+    try:
+        replies = link.exchange(commands, count, sent + node.timeout_seconds)
+    except Lost as fault:
+        lost, replies = fault, fault.replies
+    now_ms = _observe_clock(node, sent, replies)
+    finished_at = time.time()
+    astray = False
+    position = 1
+    for course, unit in zip(batch, units, strict=True):
+        part = replies[position : position + unit.replies]
+        position += unit.replies
+        course.again = False
+        if lost is not None and len(part) < unit.replies:
+            course.result.unknown += 1
+            _fail([course], lost)
+            continue
+        answer = _read(course.result, unit, part, now_ms)
+        if answer.peek_refused:
+            node.peek_allowed = False
+            course.again = True
+        elif answer.error is not None:
+            astray |= leads_astray(answer.error)
+            _refuse(course, answer.error, answer.head)
+        else:
+            course.result.finished_at = finished_at
+            _settle(course, answer, node, now_ms, drain)
+    return lost, astray
+
+
+def _unit(course: _Course, peek_allowed: bool) -> _Unit:
+    sweep, limit = course.sweep, course.allowance
+    commands = sweep.commands(limit)
+    if sweep.verb == "promote":
+        return _Unit(commands, 2)
+    # The sizes and the epoch counts are for the gauges: once a round will do.
+    counts = course.result.passes == 0
+    cards, sizes = (wire.cards(sweep.queue), len(wire.STATES)) if counts else (b"", 0)
+    if not peek_allowed:
+        return _Unit(commands + cards, 1 + sizes, counts=counts)
+    peek = wire.peek(sweep.queue, limit, wire.LEASES_COUNTED if counts else 0)
+    transaction = wire.MULTI + peek + commands + wire.EXEC
+    return _Unit(transaction + cards, 4 + sizes, peeks=True, counts=counts)
+
+
+def _observe_clock(node: Node, sent: float, replies: list[wire.Reply]) -> float | None:
+    """Read TIME; an ACL that denies it costs the lateness and the wakes, not the sweep."""
+    try:
+        now_ms = wire.read_time_ms(replies[0]) if replies else None
+    except (wire.ReplyError, wire.ShapeError):
+        return None
+    if now_ms is not None:
+        node.clock.observe(sent, time.monotonic(), now_ms)
+    return now_ms
+
+
+def _fail(courses: Iterable[_Course], fault: NodeFault) -> None:
+    for course in courses:
+        course.result.skipped = isinstance(fault, BackingOff)
+        course.result.failure = Failure(fault.code, str(fault))
+        # Whatever was known before the fault, the backlog may now be of any size.
+        course.sweep.expected = -1
+
+
+# --- reading replies ----------------------------------------------------------------------------
+
+
+def _read(
+    result: SweepResult, unit: _Unit, replies: list[wire.Reply], now_ms: float | None
+) -> _Answer:
+    answer = _Answer()
+    try:
+        if result.verb == "promote":
+            _read_promotion(answer, result, replies)
+        else:
+            _read_check(answer, result, unit, replies, now_ms)
+    except (wire.ReplyError, wire.ShapeError) as error:
+        answer.error = error
+    return answer
+
+
+def _read_promotion(answer: _Answer, result: SweepResult, replies: list[wire.Reply]) -> None:
+    head, promoted = replies
+    if not isinstance(head, wire.ReplyError):
+        answer.head = wire.read_head(head)
+    answer.moved = wire.read_promoted(promoted)
+    result.promoted += answer.moved
+
+
+def _read_check(
+    answer: _Answer,
+    result: SweepResult,
+    unit: _Unit,
+    replies: list[wire.Reply],
+    now_ms: float | None,
+) -> None:
+    """Read a stall check, with or without the transaction and the peek around it."""
+    if unit.counts:
+        result.jobs = _read_cards(replies[-len(wire.STATES) :])
+    seen: wire.Peek | None = None
+    check = replies[0]
+    if unit.peeks:
+        _, peek_queued, check_queued, executed = replies[:4]
+        match executed:
+            case [peeked, check]:
+                # A peek that failed on its own (a denied INFO, say) leaves the causes open.
+                seen = None if isinstance(peeked, wire.ReplyError) else wire.read_peek(peeked)
+            case wire.ReplyError(code="EXECABORT") if isinstance(check_queued, wire.ReplyError):
+                raise check_queued
+            case wire.ReplyError(code="EXECABORT") if isinstance(peek_queued, wire.ReplyError):
+                if peek_queued.code != "NOPERM":
+                    raise peek_queued
+                answer.peek_refused = True
+                return
+            case wire.ReplyError():
+                raise executed
+            case _:
+                raise wire.ShapeError("EXEC", executed)
+    if seen is not None:
+        answer.head = seen.head()
+        if unit.counts:
+            result.leases = (seen.current, seen.previous, seen.unstamped)
+    recovered, dead = wire.read_recovered(check)
+    result.recovered += recovered
+    result.dead += dead
+    result.expiries += [_expiry(job_id, seen, now_ms) for job_id in recovered + dead]
+    answer.moved = len(recovered) + len(dead)
+
+
+def _read_cards(replies: list[wire.Reply]) -> tuple[int, int, int, int] | None:
+    """The sizes are for a gauge: one that cannot be read is left out, the sweep stands."""
+    try:
+        pending, active, schedule, dead = (wire.read_count("ZCARD", reply) for reply in replies)
+    except (wire.ReplyError, wire.ShapeError):
+        return None
+    return pending, active, schedule, dead
+
+
+def _expiry(job_id: bytes, seen: wire.Peek | None, now_ms: float | None) -> Expiry:
+    cause = wire.cause_of(job_id, seen)
+    lease = seen.leases.get(job_id) if seen else None
+    if seen is None or lease is None:
+        return Expiry(job_id, cause)
+    # The peek's TIME is that of the pipeline's start; the check's own clock may be a little later.
+    past = max(0, round(now_ms - lease.deadline_ms)) if now_ms is not None else 0
+    return Expiry(job_id, cause, lease.epoch, seen.run_id, past)
+
+
+# --- what follows from an answer ----------------------------------------------------------------
+
+
+def _settle(
+    course: _Course, answer: _Answer, node: Node, now_ms: float | None, drain: bool
+) -> None:
+    """Count a sweep that was answered, and decide whether its queue is swept again."""
+    sweep, result, head = course.sweep, course.result, answer.head
+    due = head is not None and now_ms is not None and head.at_ms <= now_ms
+    result.passes += 1
+    if result.passes == 1:
+        sweep.expected = answer.moved
+    course.expected = answer.moved
+    sweep.blocked = False
+    if answer.moved:
+        if due and head is not None and now_ms is not None:
+            result.lateness_ms.append(now_ms - head.at_ms)
+        course.again = drain or course.probing
+    elif due:
+        # Nothing moved though the head is due: ghosts were taken out, or somebody else was
+        # faster. The same head twice means that no further sweep would help.
+        course.again = head != course.last_head and (drain or course.probing)
+    elif head is not None:
+        result.next_due = node.clock.to_monotonic(head.at_ms)
+    course.last_head = None if answer.moved else head
+    if course.probing:
+        course.probing = False
+        course.allowance = sweep.limit
+
+
+def _refuse(
+    course: _Course, error: wire.ReplyError | wire.ShapeError, head: wire.Head | None
+) -> None:
+    """Narrow a sweep that a row refuses, down to the row itself; any other error is final."""
+    result = course.result
+    if error.code != "EMQSTATE":
+        result.failure = Failure(error.code, str(error))
+        course.sweep.expected = -1
+    elif course.allowance > 1:
+        course.allowance //= 2
+        course.again = True
+    else:
+        course.sweep.blocked = True
+        result.blocked = Blocked(head.job_id if head else None, str(error))

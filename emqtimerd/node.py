@@ -54,7 +54,7 @@ def leads_astray(error: Exception) -> bool:
     return error.code in _ASTRAY or str(error).startswith("ERR unknown command")
 
 
-class NodeFault(Exception):  # noqa: N818 - its children say what happened, in the field's words
+class NodeFault(Exception):
     """A node could not be worked on; `code` is what the fault is counted under."""
 
     def __init__(self, node: str, code: str, message: str) -> None:
@@ -277,7 +277,7 @@ class Node:
                 pause = min(BACKOFF_FIRST_SECONDS * 2**self._failures, BACKOFF_CAP_SECONDS)
                 # Full jitter in the upper half: replicas that lost one node do not come back
                 # in step, and none comes back at once.
-                self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1)  # noqa: S311 - jitter, no secret
+                self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1)
                 self._last_fault = fault
                 raise
             self._failures = 0

@@ -444,3 +444,68 @@ def _refuse(
     else:
         course.sweep.blocked = True
         result.blocked = Blocked(head.job_id if head else None, str(error))
+
+
+# --- looking without touching -------------------------------------------------------------------
+
+PAGE = 1_000
+"""How many ids one read of a preview takes: small enough that the server serves others between."""
+
+
+def foresee(node: Node, sweep: Sweep) -> SweepResult:
+    """Say what a drained sweep would do to the queue now, by reads alone.
+
+    It follows the contract's rules over each due row, up to the first one that would refuse.
+    Raises NodeFault.
+    """
+    result = SweepResult(sweep.queue, sweep.verb, node.name)
+    source = "schedule" if sweep.verb == "promote" else "active"
+    run_id = node.identity.run_id.encode() if node.identity else b""
+    with node.link() as link:
+
+        def ask(*commands: bytes) -> list[wire.Reply]:
+            deadline = time.monotonic() + node.timeout_seconds
+            return link.exchange(list(commands), len(commands), deadline)
+
+        try:
+            now_ms = int(wire.read_time_ms(ask(wire.TIME)[0]))
+            offset = 0
+            while not result.blocked:
+                (reply,) = ask(wire.due(sweep.queue, source, now_ms, offset, PAGE))
+                page = wire.read_due(reply)
+                rows = ask(*(wire.row(sweep.queue, head.job_id) for head in page))
+                for head, row in zip(page, rows, strict=True):
+                    _foresee_row(sweep, result, head, wire.read_row(row), run_id, now_ms)
+                    if result.blocked:
+                        break
+                offset += PAGE
+                if len(page) < PAGE:
+                    break
+        except (wire.ReplyError, wire.ShapeError) as error:
+            result.failure = Failure(error.code, str(error))
+    return result
+
+
+def _foresee_row(
+    sweep: Sweep, result: SweepResult, head: wire.Head, row: wire.Row, run_id: bytes, now_ms: int
+) -> None:
+    expected = b"scheduled" if sweep.verb == "promote" else b"active"
+    if row == _GHOST:
+        return
+    if row.group is not None:
+        result.blocked = Blocked(head.job_id, "a lane row, which the native sweeps refuse")
+    elif row.state != expected:
+        state = wire.printable(row.state or b"missing")
+        result.blocked = Blocked(head.job_id, f"its state is {state}, not {expected.decode()}")
+    elif sweep.verb == "promote":
+        result.promoted += 1
+    else:
+        seen = wire.Peek(run_id, {head.job_id: wire.Lease(head.at_ms, row.lease_epoch)})
+        expiry = _expiry(head.job_id, seen, now_ms)
+        result.expiries.append(expiry)
+        counted = expiry.cause != "restart"
+        buried = counted and row.stalled + 1 >= sweep.max_stalled
+        (result.dead if buried else result.recovered).append(head.job_id)
+
+
+_GHOST = wire.Row(None, None, None, 0)

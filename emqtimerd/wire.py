@@ -179,9 +179,18 @@ def head(queue: str, name: str) -> bytes:
     return pack("ZRANGE", queue_key(queue, name), 0, 0, "WITHSCORES")
 
 
-def expired(queue: str, name: str, now_ms: int) -> bytes:
-    """Count the ids of a set whose due time or deadline has passed."""
-    return pack("ZCOUNT", queue_key(queue, name), "-inf", now_ms)
+def due(queue: str, name: str, now_ms: int, offset: int, count: int) -> bytes:
+    """Read one page of the ids whose due time or deadline has passed, with their scores."""
+    key = queue_key(queue, name)
+    return pack("ZRANGE", key, "-inf", now_ms, "BYSCORE", "LIMIT", offset, count, "WITHSCORES")
+
+
+def row(queue: str, job_id: bytes) -> bytes:
+    """Read the fields of a row that decide what a sweep does with it, in the order of ROW."""
+    return pack("HMGET", row_key(queue, job_id), *ROW)
+
+
+ROW = ("state", "group", "lease_epoch", "stalled")
 
 
 STATES = ("pending", "active", "schedule", "dead")
@@ -312,6 +321,33 @@ def read_head(reply: Reply) -> Head | None:
         case [bytes() as job_id, bytes() as score]:
             return Head(job_id, read_ms(score))
     raise _unexpected("ZRANGE", reply)
+
+
+def read_due(reply: Reply) -> list[Head]:
+    """Read a page of ids and scores."""
+    if not isinstance(reply, list) or len(reply) % 2:
+        raise _unexpected("ZRANGE", reply)
+    heads = (read_head(reply[i : i + 2]) for i in range(0, len(reply), 2))
+    return [head for head in heads if head is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What of a row decides about a sweep; a ghost has no state."""
+
+    state: bytes | None
+    group: bytes | None
+    lease_epoch: bytes | None
+    stalled: int
+
+
+def read_row(reply: Reply) -> Row:
+    """Read a row's deciding fields; a count that is not a number counts as none."""
+    match reply:
+        case [state, group, lease_epoch, stalled]:
+            number = int(stalled) if isinstance(stalled, bytes) and stalled.isdigit() else 0
+            return Row(state, group, lease_epoch, number)
+    raise _unexpected("HMGET", reply)
 
 
 def read_ms(score: bytes) -> int:

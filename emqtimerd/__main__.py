@@ -1,0 +1,5 @@
+"""`python -m emqtimerd` is the command `emqtimerd`."""
+
+from emqtimerd.cli import main
+
+main()

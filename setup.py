@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -55,7 +56,7 @@ def compile_jobcore(target: Path) -> None:
             answers.append(f"{compiler[0]}: {error.strerror}")
             continue
         if done.returncode == 0:
-            sys.stderr.write(done.stderr)
+            sys.stderr.write("\n".join([*answers, done.stderr]))
             unfinished.replace(target)
             return
         answers.append(f"{shlex.join(command)}\n{done.stderr.rstrip()}")
@@ -103,18 +104,17 @@ class build_jobcore(Command):  # noqa: N801  (setuptools takes the command's nam
         return [str(SOURCE)]
 
 
-class tagged_wheel(bdist_wheel):  # noqa: N801
-    """A wheel named for the platform alone: the job core knows nothing of Python's ABI."""
-
-    def run(self) -> None:
-        self.run_command("build_jobcore")
-        self.root_is_pure = not self.get_finalized_command("build_jobcore").built
-        super().run()
+class platform_wheel(bdist_wheel):  # noqa: N801
+    """A wheel named for its platform alone, since the job core knows nothing of Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        tag: tuple[str, str, str] = super().get_tag()
-        return tag if self.root_is_pure else ("py3", "none", tag[2])
+        step = cast("build_jobcore", self.get_finalized_command("build_jobcore"))
+        # Only the name: without extensions of Python's own, the files belong where pure ones do.
+        self.root_is_pure = not step.built
+        platform = super().get_tag()[2]
+        self.root_is_pure = True
+        return "py3", "none", platform
 
 
 build.sub_commands.append(("build_jobcore", None))
-setup(cmdclass={"build_jobcore": build_jobcore, "bdist_wheel": tagged_wheel})
+setup(cmdclass={"build_jobcore": build_jobcore, "bdist_wheel": platform_wheel})

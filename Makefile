@@ -1,0 +1,78 @@
+# Everything here works from an empty clone: what a target needs, it sets up first.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench sanitize clean packages
+
+# Name another Python with `make test PYTHON=python3.13`; each one named gets an environment of its own.
+VENV ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CORE := emqtimerd/devnode/jobcore
+SANITIZE := build/sanitize
+# More arguments for pytest: `make test ARGS='-k devnode'`.
+ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) $(CORE).so ## watch jobs move: a node, a restart in the middle, sweeps, a summary
+	@$(BIN)/emqtimerd demo
+
+# More than four processes, each with three servers, gain nothing: the slowest tests are the end then.
+test: packages $(READY) $(CORE).so ## run the tests, on as many cores as there are
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+lint: $(READY) ## check style, types, and the C code with warnings as errors
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(CC) -std=c11 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -c -o /dev/null $(CORE).c
+
+bench: $(READY) $(CORE).so ## measure the job core's speed (takes minutes)
+	@$(BIN)/python -m bench
+
+# The runtime is not linked into the server, so it is preloaded, for the servers alone.
+sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run the tests with the job core under AddressSanitizer and UBSan
+	@rm -rf $(SANITIZE)/reports && mkdir -p $(SANITIZE)/reports
+	@EMQ_JOBCORE='$(abspath $(SANITIZE)/jobcore.so)' \
+	EMQ_SERVER_WRAPPER="env \
+	    LD_PRELOAD='$(abspath $(SANITIZE)/dlopen.so):$(shell $(CC) -print-file-name=libasan.so)' \
+	    ASAN_OPTIONS='verify_asan_link_order=0:log_path=$(abspath $(SANITIZE)/reports/report)' \
+	    UBSAN_OPTIONS='print_stacktrace=1'" \
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	@if ls $(SANITIZE)/reports/* >/dev/null 2>&1; then cat $(SANITIZE)/reports/*; exit 1; fi
+
+clean: ## remove all that the other targets made, environments included
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(CORE).so
+	find emqtimerd tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+# Redis 7.0 for the conformance suite. Does nothing where it is installed or cannot be.
+packages:
+	@.ci/packages redis-server
+
+$(READY): pyproject.toml setup.py
+	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "Setting up $(VENV) with $$("$$python" --version)"; \
+	        "$$python" -m venv $(VENV) && exit; exit 1; \
+	    fi; \
+	done; \
+	echo "emqtimerd needs Python 3.11 or newer; found: $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
+	echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1
+	@$(BIN)/python -m pip install --quiet --editable '.[embedded,dev]'
+	@touch $@
+
+$(CORE).so: $(CORE).c setup.py | $(READY)
+	@$(BIN)/python setup.py --quiet build_jobcore --inplace
+	@test -f $@
+
+$(SANITIZE)/jobcore.so: $(CORE).c
+	@mkdir -p $(SANITIZE)
+	@$(CC) -std=c11 -O1 -g -fPIC -shared -fvisibility=hidden -fno-omit-frame-pointer \
+	    -fsanitize=address,undefined -fno-sanitize-recover=undefined -o $@ $<
+
+$(SANITIZE)/dlopen.so: tests/dlopen.c
+	@mkdir -p $(SANITIZE)
+	@$(CC) -std=c11 -O1 -Wall -Wextra -Werror -fPIC -shared -o $@ $<

@@ -73,8 +73,8 @@ def key_text(key: str) -> str:
 
 
 def masked(text: str) -> str:
-    """The text without what may be the credentials of a URL inside it."""
-    return text.partition("://")[0] + "://***" if "://" in text and "@" in text else text
+    """The text without what may be the credentials of a URL that it was meant to be."""
+    return text.partition("://")[0] + "://***" if "://" in text else text
 
 
 def _short(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from emqtimerd.config.files import writable_by_anybody
-from emqtimerd.config.problems import Path
+from emqtimerd.config.problems import Path, masked
 from emqtimerd.config.settings import (
     SentinelSettings,
     SentinelTlsSettings,
@@ -135,7 +135,7 @@ def _overrides_of_nothing(settings: Settings, listed: Collection[str]) -> Iterat
         # Looking for near names among ten thousand takes its time: a few times will do.
         close = difflib.get_close_matches(name, listed, 1, 0.75) if position < 10 else []
         if close:
-            advice = f"did you mean {close[0]}?"
+            advice = f"did you mean {masked(close[0])}?"
         elif settings.discovery.enabled:
             advice = "queues does not list it and discovery leaves it out"
         else:
@@ -155,7 +155,7 @@ def _globs_out_of_reach(settings: Settings) -> Iterator[Relation]:
             earlier = before.index(glob if glob in before else "*")
             yield Relation(
                 ("match", index, "glob"),
-                f"never counts: match[{earlier}] ({globs[earlier]}) takes its queues, and the "
-                "first match wins",
+                f"never counts: match[{earlier}] ({masked(globs[earlier])}) takes its queues, "
+                "and the first match wins",
                 (("match",),),
             )

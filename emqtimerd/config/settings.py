@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from emqtimerd.config.problems import masked
 from emqtimerd.config.url import URL_FORM, NodeUrl, parse_url
 from emqtimerd.config.values import LISTEN_FORM, Listen, duration
 from emqtimerd.wire import queue_name_problem
@@ -63,7 +64,7 @@ def _absolute_path(path: str) -> str:
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
-        twice = [name for name, times in Counter(names).items() if times > 1]
+        twice = [masked(name) for name, times in Counter(names).items() if times > 1]
         more = f" and {len(twice) - 3} others" if len(twice) > 3 else ""
         raise ValueError(f"lists {', '.join(twice[:3])}{more} more than once")
     return names

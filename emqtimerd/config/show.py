@@ -7,7 +7,14 @@ from pydantic_core import core_schema
 
 from emqtimerd.config.load import Config
 from emqtimerd.config.problems import Path, dotted, key_text, quoted
-from emqtimerd.config.settings import Section, Settings
+from emqtimerd.config.settings import (
+    PromoteOverride,
+    PromoteSettings,
+    Section,
+    Settings,
+    StalledCheckOverride,
+    StalledCheckSettings,
+)
 from emqtimerd.config.shape import fields, written
 from emqtimerd.config.values import TextForm
 
@@ -69,6 +76,13 @@ def schema() -> dict[str, Any]:
     for name, table in tables.items():
         properties = document["$defs"][name]["properties"] if name in document["$defs"] else None
         _write_defaults(properties or document["properties"], table)
+    for general, override in (
+        (PromoteSettings, PromoteOverride),
+        (StalledCheckSettings, StalledCheckOverride),
+    ):
+        described = document["$defs"][general.__name__]["properties"]
+        for key, setting in document["$defs"][override.__name__]["properties"].items():
+            setting["description"] = described[key]["description"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | document
 
 

@@ -4,6 +4,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -69,7 +70,8 @@ def duration_text(seconds: float) -> str:
         text = f"{round(count)}{unit}"
         if count >= 1 and seconds_of(text) == seconds:
             return text
-    return f"{seconds:.17g}s" if seconds else "0s"
+    # Decimal never falls into the notation with an exponent, which durations do not have.
+    return f"{Decimal(repr(seconds)):f}s" if seconds else "0s"
 
 
 def duration(at_least: str, at_most: str) -> TextForm[float]:

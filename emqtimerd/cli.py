@@ -155,7 +155,7 @@ def devnode(
     """
     from emqtimerd.devnode import run_devnode
 
-    raise typer.Exit(run_devnode(port=port, directory=directory, server=server))
+    raise typer.Exit(run_devnode(port, directory, server, sys.stdout, sys.stderr))
 
 
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)

@@ -68,8 +68,16 @@ class Unreachable(NodeFault):
     """The node was not reached: no connection, no TLS session, or no authentication."""
 
 
-class BackingOff(Unreachable):
-    """The node was not tried: it was unreachable a moment ago, and its next try is to come."""
+class NotTried(NodeFault):
+    """Nothing was sent, and that is no failure: another round will come."""
+
+
+class BackingOff(Unreachable, NotTried):
+    """The node was unreachable a moment ago, and its next try is to come."""
+
+
+class Replaced(NotTried):
+    """Another server process answers than the one that the round was meant for."""
 
 
 class FenceRefused(NodeFault):
@@ -114,6 +122,8 @@ class Link:
         self._socket = cast("socket.socket", connection._sock)
         self._reader = hiredis.Reader(replyError=wire.ReplyError, notEnoughData=_MORE)
         self._usable = True
+        self.run_id = ""
+        """Which server process is at the other end; set by the fence."""
 
     def exchange(
         self, commands: bytes | list[bytes], count: int, deadline: float
@@ -206,6 +216,18 @@ class ServerClock:
         return server_ms / 1000 + self._most
 
 
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """When the server could be reached again (monotonic seconds), and how long it could not."""
+
+    at: float
+    outage_seconds: float
+
+
+LONGEST_GRACE_SECONDS = 86_400.0
+"""What the configuration allows at most for `stalled_check.restart_grace`."""
+
+
 class Node:
     """One EMQ server, reached anew whenever its connections drop. Safe for several threads."""
 
@@ -220,26 +242,47 @@ class Node:
         self._dial = dial
         self._idle: list[Link] = []
         self._connecting = threading.Lock()
+        self._closed = False
         self._failures = 0
+        self._failing_since: float | None = None
         self._retry_at = 0.0
         self._last_fault: NodeFault | None = None
+        self._returns: list[_Return] = []
 
     @contextlib.contextmanager
-    def link(self) -> Iterator[Link]:
+    def link(self, run_id: str | None = None) -> Iterator[Link]:
         """Lend a fenced link; it comes back to the idle ones unless something broke it.
 
-        Raises Unreachable, BackingOff, FenceRefused or NotReady.
+        With `run_id`, only to that server process. Raises Unreachable, BackingOff, FenceRefused,
+        NotReady or Replaced.
         """
         link = self._take_idle() or self._connect()
         try:
+            if run_id is not None and link.run_id != run_id:
+                raise Replaced(self.name, "connection", "the server was restarted or replaced")
             yield link
+        except Replaced:
+            self._give_back(link)
+            raise
         except BaseException:
             link.close()
             raise
-        if link.is_usable():
+        self._give_back(link)
+
+    def _give_back(self, link: Link) -> None:
+        if link.is_usable() and not self._closed:
             self._idle.append(link)
         else:
             link.close()
+
+    def grace_ends(self, grace_seconds: float) -> float:
+        """Say until when leases are to be left alone, by the monotonic clock (seconds).
+
+        After a restart, and after an outage longer than the grace, living workers come back and
+        extend their leases first. At our own start the server's own start counts.
+        """
+        ends = (r.at + grace_seconds for r in self._returns if r.outage_seconds > grace_seconds)
+        return max(ends, default=float("-inf"))
 
     def drop_idle(self) -> None:
         """Close the idle links: the server behind them is not the one to talk to."""
@@ -247,7 +290,8 @@ class Node:
             self._idle.pop().close()
 
     def close(self) -> None:
-        """Close what is idle; links on loan are closed when they come back broken."""
+        """Close what is idle; links on loan are closed when they come back."""
+        self._closed = True
         self.drop_idle()
 
     def _take_idle(self) -> Link | None:
@@ -271,19 +315,35 @@ class Node:
                 fault = self._last_fault
                 raise BackingOff(fault.node, fault.code, fault.message) from fault
             try:
-                link, self.identity = self._open()
+                link, identity = self._open()
             except NodeFault as fault:
                 self._failures += 1
+                self._failing_since = self._failing_since or time.monotonic()
                 pause = min(BACKOFF_FIRST_SECONDS * 2**self._failures, BACKOFF_CAP_SECONDS)
                 # Full jitter in the upper half: replicas that lost one node do not come back
                 # in step, and none comes back at once.
                 self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1)
                 self._last_fault = fault
                 raise
+            self._note_return(identity)
+            self.identity = identity
             self._failures = 0
+            self._failing_since = None
             self._last_fault = None
             self.peek_allowed = True
             return link
+
+    def _note_return(self, identity: Identity) -> None:
+        now = time.monotonic()
+        returns = self._returns
+        if self.identity is None:
+            returns.append(_Return(identity.started, float("inf")))
+        elif self.identity.run_id != identity.run_id:
+            returns.append(_Return(now, float("inf")))
+        if self._failing_since is not None:
+            returns.append(_Return(now, now - self._failing_since))
+        # The longest grace is a day; what is older no longer matters.
+        self._returns = [r for r in returns if r.at > now - LONGEST_GRACE_SECONDS]
 
     def _open(self) -> tuple[Link, Identity]:
         connection = None
@@ -312,7 +372,9 @@ class Node:
             ) from error
         link = Link(self.name, connection)
         try:
-            return link, read_identity(self.name, link, self.timeout_seconds)
+            identity = read_identity(self.name, link, self.timeout_seconds)
+            link.run_id = identity.run_id
+            return link, identity
         except Lost as lost:
             link.close()
             raise Unreachable(

@@ -221,7 +221,7 @@ def table(report: Report) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
     for queue in report.queues:
-        lines += _details(queue)
+        lines += _details(queue, "would be" if report.dry_run else "is")
     return "\n".join([*lines, "", _summary(report)])
 
 
@@ -236,7 +236,7 @@ def _cells(row: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
     yield from (count.rjust(width) for count, width in zip(counts, widths[1:], strict=True))
 
 
-def _details(queue: QueueReport) -> Iterable[str]:
+def _details(queue: QueueReport, does: str) -> Iterable[str]:
     name = queue.queue
     for expiry in queue.crossings[:SHOWN]:
         yield (
@@ -245,7 +245,7 @@ def _details(queue: QueueReport) -> Iterable[str]:
         )
     yield from _rest(name, len(queue.crossings), "crossed a restart")
     for job_id in queue.dead[:SHOWN]:
-        yield f"{name}: {wire.printable(job_id)} is dead: its stalls reached max_stalled"
+        yield f"{name}: {wire.printable(job_id)} {does} dead: its stalls reached max_stalled"
     yield from _rest(name, len(queue.dead), "are dead")
     for verb, blocked in queue.blocked:
         row = _id(blocked) or "a row"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from emqtimerd import wire
-from emqtimerd.node import BackingOff, Link, Lost, Node, NodeFault, leads_astray
+from emqtimerd.node import Link, Lost, Node, NodeFault, NotTried, leads_astray
 from emqtimerd.wire import BaseForm
 
 Verb: TypeAlias = Literal["promote", "stalled_check"]
@@ -28,6 +28,14 @@ QUEUES_PER_EXCHANGE = 500
 larger pipeline saves no more round trips worth having."""
 
 
+@dataclass(frozen=True, slots=True)
+class MassExpiry:
+    """When so many leases expire together that it is a cut network and not the jobs."""
+
+    share: float
+    at_least: int
+
+
 @dataclass(slots=True)
 class Sweep:
     """A standing order: this verb for this queue, and what the last round learned about it."""
@@ -37,25 +45,35 @@ class Sweep:
     limit: int
     max_stalled: int = 1
     base_form: BaseForm = "key"
+    mass_expiry: MassExpiry | None = None
+    """From which share of expired leases on a stall check is lenient; None is never."""
     blocked: bool = False
     """Whether the head was refused last time; then the next round first tries the head alone."""
+    lenient: bool = False
+    """Whether a mass expiry was seen: the check is then sent with `max_stalled` + 1."""
     expected: int = -1
     """How many jobs the next sweep may move, for sharing pipelines; unknown (-1) counts as
     `limit`."""
-    _packed: dict[int, bytes] = field(default_factory=dict, repr=False)
+    _packed: dict[tuple[int, bool], bytes] = field(default_factory=dict, repr=False)
 
-    def commands(self, limit: int) -> bytes:
-        """The commands of one sweep without the peek, packed once for each limit."""
-        packed = self._packed.get(limit)
+    def commands(self, limit: int, variant: bool = False) -> bytes:
+        """The commands of one sweep without the peek, packed once.
+
+        The variant of a promotion reads the head again afterwards; that of a stall check is
+        lenient.
+        """
+        packed = self._packed.get((limit, variant))
         if packed is None:
-            packed = self._packed[limit] = self._pack(limit)
+            packed = self._packed[limit, variant] = self._pack(limit, variant)
         return packed
 
-    def _pack(self, limit: int) -> bytes:
+    def _pack(self, limit: int, variant: bool) -> bytes:
         if self.verb == "promote":
             head = wire.head(self.queue, "schedule")
-            return head + wire.promote(self.queue, limit, self.base_form)
-        return wire.stalled_check(self.queue, self.max_stalled, limit, self.base_form)
+            promote = wire.promote(self.queue, limit, self.base_form)
+            return head + promote + head if variant else head + promote
+        max_stalled = self.max_stalled + variant
+        return wire.stalled_check(self.queue, max_stalled, limit, self.base_form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +126,10 @@ class SweepResult:
     blocked: Blocked | None = None
     backlog: bool = False
     """Work was left that the round had no time for."""
+    overdue_ms: float = 0.0
+    """How long past its time the head still was after the last pass; 0 when nothing is due."""
+    lenient: bool = False
+    """The check was sent with `max_stalled` + 1, because of a mass expiry."""
     next_due: float | None = None
     """When the head comes due, by the local monotonic clock (seconds)."""
     finished_at: float = 0.0
@@ -149,7 +171,7 @@ class _Course:
 
     @classmethod
     def of(cls, sweep: Sweep, node: Node) -> "_Course":
-        result = SweepResult(sweep.queue, sweep.verb, node.name)
+        result = SweepResult(sweep.queue, sweep.verb, node.name, lenient=sweep.lenient)
         allowance = 1 if sweep.blocked else sweep.limit
         return cls(sweep, result, allowance, sweep.expected, sweep.blocked)
 
@@ -164,13 +186,15 @@ def run_round(
     *,
     until: float,
     drain: bool = True,
+    run_id: str | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[SweepResult]:
     """Sweep the queues once with their verb, and again while they have a backlog.
 
     All sweeps have one verb. `until` is the instant of the monotonic clock after which no further
     pipeline is sent; what is left then is reported as `backlog`. Queues take turns, so that a deep
-    one does not starve the others.
+    one does not starve the others. With `run_id`, only that server process is swept: if another
+    one answers by now, the queues are skipped.
     """
     courses = [_Course.of(sweep, node) for sweep in sweeps]
     waiting = deque(courses)
@@ -179,7 +203,7 @@ def run_round(
             _leave(waiting)
             break
         batch = _take_batch(waiting)
-        fault = _exchange(node, batch, drain)
+        fault = _exchange(node, batch, drain, run_id)
         if fault is not None:
             _fail(waiting, fault)
             break
@@ -226,15 +250,20 @@ class _Answer:
     moved: int = 0
     head: wire.Head | None = None
     """The first member of the set that the sweep takes from, read just before it."""
+    next_head: wire.Head | None = None
+    """The first member just after it; meaningful where `looked_after`."""
+    looked_after: bool = False
     error: wire.ReplyError | wire.ShapeError | None = None
     peek_refused: bool = False
     """The transaction was refused for its peek alone: nothing was swept."""
 
 
-def _exchange(node: Node, batch: list[_Course], drain: bool) -> NodeFault | None:
+def _exchange(
+    node: Node, batch: list[_Course], drain: bool, run_id: str | None
+) -> NodeFault | None:
     """Send one pipeline and read it into the results; return the fault that ends the round."""
     try:
-        with node.link() as link:
+        with node.link(run_id) as link:
             fault, astray = _exchange_over(link, node, batch, drain)
             if astray:
                 link.drop()
@@ -275,7 +304,7 @@ def _exchange_over(
             course.again = True
         elif answer.error is not None:
             astray |= leads_astray(answer.error)
-            _refuse(course, answer.error, answer.head)
+            _refuse(course, answer.error, answer.head, now_ms)
         else:
             course.result.finished_at = finished_at
             _settle(course, answer, node, now_ms, drain)
@@ -284,9 +313,12 @@ def _exchange_over(
 
 def _unit(course: _Course, peek_allowed: bool) -> _Unit:
     sweep, limit = course.sweep, course.allowance
-    commands = sweep.commands(limit)
     if sweep.verb == "promote":
-        return _Unit(commands, 2)
+        # What comes next is asked in the same breath where something is expected to move; on an
+        # idle queue the head before the sweep says it already.
+        moves = course.expected != 0
+        return _Unit(sweep.commands(limit, moves), 3 if moves else 2)
+    commands = sweep.commands(limit, sweep.lenient)
     # The sizes and the epoch counts are for the gauges: once a round will do.
     counts = course.result.passes == 0
     cards, sizes = (wire.cards(sweep.queue), len(wire.STATES)) if counts else (b"", 0)
@@ -310,7 +342,7 @@ def _observe_clock(node: Node, sent: float, replies: list[wire.Reply]) -> float 
 
 def _fail(courses: Iterable[_Course], fault: NodeFault) -> None:
     for course in courses:
-        course.result.skipped = isinstance(fault, BackingOff)
+        course.result.skipped = isinstance(fault, NotTried)
         course.result.failure = Failure(fault.code, str(fault))
         # Whatever was known before the fault, the backlog may now be of any size.
         course.sweep.expected = -1
@@ -334,9 +366,12 @@ def _read(
 
 
 def _read_promotion(answer: _Answer, result: SweepResult, replies: list[wire.Reply]) -> None:
-    head, promoted = replies
+    head, promoted, *after = replies
+    # A head that cannot be read (an ACL) costs the lateness and the wakes, not the count.
     if not isinstance(head, wire.ReplyError):
         answer.head = wire.read_head(head)
+    if after and not isinstance(after[0], wire.ReplyError):
+        answer.next_head, answer.looked_after = wire.read_head(after[0]), True
     answer.moved = wire.read_promoted(promoted)
     result.promoted += answer.moved
 
@@ -407,31 +442,44 @@ def _settle(
     course: _Course, answer: _Answer, node: Node, now_ms: float | None, drain: bool
 ) -> None:
     """Count a sweep that was answered, and decide whether its queue is swept again."""
-    sweep, result, head = course.sweep, course.result, answer.head
-    due = head is not None and now_ms is not None and head.at_ms <= now_ms
+    sweep, result = course.sweep, course.result
     result.passes += 1
     if result.passes == 1:
         sweep.expected = answer.moved
     course.expected = answer.moved
     sweep.blocked = False
-    if answer.moved:
-        if due and head is not None and now_ms is not None:
-            result.lateness_ms.append(now_ms - head.at_ms)
-        course.again = drain or course.probing
+    if answer.moved and (late := _past_ms(answer.head, now_ms)) >= 0:
+        result.lateness_ms.append(late)
+    # What is known of the set after the sweep: its head, unless something moved unseen.
+    head = answer.next_head if answer.looked_after else answer.head
+    seen = answer.looked_after or not answer.moved
+    due = _past_ms(head, now_ms) >= 0
+    result.overdue_ms = _past_ms(head, now_ms) if seen and due else 0.0
+    if not seen:
+        course.again = True
     elif due:
-        # Nothing moved though the head is due: ghosts were taken out, or somebody else was
-        # faster. The same head twice means that no further sweep would help.
-        course.again = head != course.last_head and (drain or course.probing)
+        # The same head twice, and nothing moved: no further sweep would help. Otherwise ghosts
+        # were taken out, or somebody else was faster, or there simply is more.
+        course.again = bool(answer.moved) or head != course.last_head
     elif head is not None:
         result.next_due = node.clock.to_monotonic(head.at_ms)
-    course.last_head = None if answer.moved else head
+    course.again &= drain or course.probing
+    course.last_head = head
     if course.probing:
         course.probing = False
         course.allowance = sweep.limit
 
 
+def _past_ms(head: wire.Head | None, now_ms: float | None) -> float:
+    """How long past its time a head is, negative when there is none, or none that is due."""
+    return -1.0 if head is None or now_ms is None else now_ms - head.at_ms
+
+
 def _refuse(
-    course: _Course, error: wire.ReplyError | wire.ShapeError, head: wire.Head | None
+    course: _Course,
+    error: wire.ReplyError | wire.ShapeError,
+    head: wire.Head | None,
+    now_ms: float | None,
 ) -> None:
     """Narrow a sweep that a row refuses, down to the row itself; any other error is final."""
     result = course.result
@@ -443,7 +491,41 @@ def _refuse(
         course.again = True
     else:
         course.sweep.blocked = True
+        result.overdue_ms = max(_past_ms(head, now_ms), 0.0)
         result.blocked = Blocked(head.job_id if head else None, str(error))
+
+
+# --- before a stall check -----------------------------------------------------------------------
+
+
+def judge_mass_expiry(node: Node, sweeps: Sequence[Sweep]) -> None:
+    """Find the queues whose leases expire together, and make their next check lenient.
+
+    Costs two round trips, and only where the guard is on. Raises NodeFault.
+    """
+    guarded = [(sweep, sweep.mass_expiry) for sweep in sweeps if sweep.mass_expiry]
+    if not guarded:
+        return
+    with node.link() as link:
+
+        def ask(commands: list[bytes]) -> list[wire.Reply]:
+            deadline = time.monotonic() + node.timeout_seconds
+            return link.exchange(commands, len(commands), deadline)
+
+        try:
+            now_ms = int(wire.read_time_ms(ask([wire.TIME])[0]))
+        except (wire.ReplyError, wire.ShapeError):
+            return
+        counts = ask([c for sweep, _ in guarded for c in wire.leases_expired(sweep.queue, now_ms)])
+        for (sweep, limits), expired, leases in zip(
+            guarded, counts[::2], counts[1::2], strict=True
+        ):
+            sweep.lenient = (
+                type(expired) is int
+                and type(leases) is int
+                and expired >= limits.at_least
+                and expired >= limits.share * leases
+            )
 
 
 # --- looking without touching -------------------------------------------------------------------

@@ -179,6 +179,12 @@ def head(queue: str, name: str) -> bytes:
     return pack("ZRANGE", queue_key(queue, name), 0, 0, "WITHSCORES")
 
 
+def leases_expired(queue: str, now_ms: int) -> tuple[bytes, bytes]:
+    """Count a queue's expired leases, and all of them: two commands, two replies."""
+    key = queue_key(queue, "active")
+    return pack("ZCOUNT", key, "-inf", now_ms), pack("ZCARD", key)
+
+
 def due(queue: str, name: str, now_ms: int, offset: int, count: int) -> bytes:
     """Read one page of the ids whose due time or deadline has passed, with their scores."""
     key = queue_key(queue, name)
@@ -344,7 +350,12 @@ class Row:
 def read_row(reply: Reply) -> Row:
     """Read a row's deciding fields; a count that is not a number counts as none."""
     match reply:
-        case [state, group, lease_epoch, stalled]:
+        case [
+            bytes() | None as state,
+            bytes() | None as group,
+            bytes() | None as lease_epoch,
+            stalled,
+        ]:
             number = int(stalled) if isinstance(stalled, bytes) and stalled.isdigit() else 0
             return Row(state, group, lease_epoch, number)
     raise _unexpected("HMGET", reply)

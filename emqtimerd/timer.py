@@ -1,0 +1,411 @@
+"""When each queue is swept: cadences in phases, and wakes at due times. Nothing else decides when.
+
+APScheduler (3.x) runs one job for each phase of a cadence and one for the earliest wakes. Its own
+interval trigger lives on the wall clock and lists every missed fire time; ours answers with the
+next point of a fixed grid, however late it is asked, so a late round runs once and a missed one is
+not made up for.
+"""
+
+import heapq
+import math
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from apscheduler.events import EVENT_JOB_MAX_INSTANCES, JobEvent
+from apscheduler.executors.debug import DebugExecutor
+from apscheduler.executors.pool import ThreadPoolExecutor
+from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.base import BaseTrigger
+
+from emqtimerd.sweeper import VERBS, Verb
+
+QUEUES_PER_PHASE = 500
+"""Ten thousand queues a second are then 20 jobs a second: one APScheduler run costs about 50 us,
+and a pipeline of this size keeps neither side busy for long."""
+
+PHASE_SECONDS = 1.0
+"""A long interval is spread so that its queues do not share one moment: a phase a second..."""
+
+MOST_PHASES = 64
+"""... but no more phases than this, since each of them is a job of the scheduler."""
+
+FIRST_SWEEPS_SECONDS = 5.0
+"""All queues have had their first sweep after this long, however long their interval: just after
+a start is when a sweep is needed most."""
+
+WAKE_GRID_SECONDS = 0.004
+"""Wakes are rounded up to this grid, so that neighbours share a pipeline. It costs 2 ms of
+lateness on average and keeps a thousand due jobs a second from being a thousand round trips."""
+
+ROUND_THREADS = 8
+"""Rounds that may wait for a server at the same time. A round waits for I/O or holds Python's
+lock, so more threads would not make them faster; a black hole fills these and no more."""
+
+WAKE_RUNS = 4
+"""Runs of the wake job that may overlap: one that waits for a slow server must not keep the
+others' due jobs, and half of the threads stay free for the cadences."""
+
+POINT_SECONDS = 0.000_5
+"""How close to a point of a grid a moment counts as being on it; intervals are 10 ms and more."""
+
+JUMP_SECONDS = 0.5
+"""From here on a difference between the clocks is a step: slewing moves a clock 0.5 ms a second."""
+
+
+class Grid(BaseTrigger):  # type: ignore[misc]  # APScheduler has no type information
+    """Fires on the points of a grid, `anchor + n * interval`; a point that was missed is gone."""
+
+    def __init__(self, interval_seconds: float, anchor: datetime) -> None:
+        self.interval_seconds = interval_seconds
+        self.anchor = anchor
+
+    def get_next_fire_time(self, _previous: datetime | None, now: datetime) -> datetime:
+        """Return the first point after `now`, whatever was fired before."""
+        return now + timedelta(seconds=self.seconds_to_next(now))
+
+    def seconds_past(self, now: datetime) -> float:
+        """Return how long ago the last point was."""
+        return max(self._past(now), 0.0)
+
+    def seconds_to_next(self, now: datetime) -> float:
+        """Return how long it is to the next point."""
+        return self.interval_seconds - self._past(now)
+
+    def _past(self, now: datetime) -> float:
+        # A fire time is rounded to microseconds, perhaps to just before its point: a moment so
+        # close to a point counts as after it, or the same point would be fired twice.
+        elapsed = (now - self.anchor).total_seconds() + POINT_SECONDS
+        return elapsed % self.interval_seconds - POINT_SECONDS
+
+
+class Resting(BaseTrigger):  # type: ignore[misc]  # as above
+    """Never fires by itself: its job runs when somebody sets the next time by hand."""
+
+    def get_next_fire_time(self, _previous: datetime | None, now: datetime) -> datetime:
+        """Return a moment so far away that another one will have been set by then."""
+        return now + timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """The queues that are swept with one verb at one interval (seconds)."""
+
+    verb: Verb
+    interval_seconds: float
+
+
+def phases_of(interval_seconds: float, queues: Sequence[str]) -> list[tuple[str, ...]]:
+    """Share a cadence's queues out to its phases; a queue keeps its phase while their number does.
+
+    Empty phases are kept, so that a phase's position in the interval stays the same.
+    """
+    by_size = math.ceil(len(queues) / QUEUES_PER_PHASE)
+    by_time = min(math.ceil(interval_seconds / PHASE_SECONDS), len(queues), MOST_PHASES)
+    count = max(by_size, by_time, 1)
+    # A power of two: a queue more or less then seldom moves all the others to another phase.
+    count = 1 << (count - 1).bit_length()
+    shares: list[list[str]] = [[] for _ in range(count)]
+    for queue in queues:
+        shares[zlib.crc32(queue.encode()) % count].append(queue)
+    return [tuple(share) for share in shares]
+
+
+class Wakes:
+    """The moments at which queues come due, earliest first, by the monotonic clock (seconds)."""
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[Verb, str], float] = {}
+        self._heap: list[tuple[float, Verb, str]] = []
+
+    def set(self, verb: Verb, queue: str, at: float) -> None:
+        """Wake this queue at `at`; a later call replaces an earlier one."""
+        self._at[verb, queue] = at
+        heapq.heappush(self._heap, (at, verb, queue))
+        # Replaced entries stay in the heap until they come up: rebuilt before they outnumber the
+        # living, so that a queue whose head changes all day costs no memory.
+        if len(self._heap) > 2 * len(self._at) + 64:
+            self._heap = [(at, verb, queue) for (verb, queue), at in self._at.items()]
+            heapq.heapify(self._heap)
+
+    def earliest(self) -> float | None:
+        """The next moment, None when nothing is awaited."""
+        while self._heap:
+            at, verb, queue = self._heap[0]
+            if self._at.get((verb, queue)) == at:
+                return at
+            heapq.heappop(self._heap)
+        return None
+
+    def take(self, now: float) -> dict[Verb, list[str]]:
+        """Remove and return what is due."""
+        due: dict[Verb, list[str]] = {verb: [] for verb in VERBS}
+        while (at := self.earliest()) is not None and at <= now:
+            _, verb, queue = heapq.heappop(self._heap)
+            del self._at[verb, queue]
+            due[verb].append(queue)
+        return due
+
+
+class ClockWatch:
+    """Notices when the wall clock was set: it then runs ahead of the monotonic one, or behind."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall = wall
+        self._monotonic = monotonic
+        self._distance = wall() - monotonic()
+
+    def jump(self) -> float | None:
+        """Return by how many seconds the wall clock was set since the last call, if it was."""
+        distance = self._wall() - self._monotonic()
+        jumped, self._distance = distance - self._distance, distance
+        return jumped if abs(jumped) >= JUMP_SECONDS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """A queue that wants to be swept with this verb at a moment of the monotonic clock."""
+
+    queue: str
+    at: float
+
+
+Run = Callable[[Verb, Sequence[str]], Iterable[Wake]]
+"""What the timer calls in a thread of its pool: sweep these queues now, and say which of them want
+to be swept again before their next turn."""
+
+
+@dataclass(slots=True)
+class _Phase:
+    """One job of a cadence: some of its queues, and where on the interval they stand."""
+
+    verb: Verb
+    queues: tuple[str, ...]
+    trigger: Grid
+    fired: bool = False
+
+
+class Timer:
+    """Calls `run` for the queues whose turn it is; no verb of a queue runs twice at one time.
+
+    `on_lateness` hears how late (seconds) each phase began, `on_skip` which verb's phase was left
+    out because its last round was still going, `on_beat` that the scheduler's own thread turns.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        on_lateness: Callable[[Verb, float], None],
+        on_skip: Callable[[Verb], None],
+        on_beat: Callable[[], None],
+        beat_seconds: float,
+    ) -> None:
+        self._run = run
+        self._on_lateness = on_lateness
+        self._on_skip = on_skip
+        # Guards all below. The scheduler's own lock is only ever taken inside it, never around it.
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._stopping = False
+        self._wakes = Wakes()
+        self._armed: float | None = None
+        self._busy: dict[Verb, set[str]] = {verb: set() for verb in VERBS}
+        self._cadences: dict[Cadence, tuple[str, ...]] = {}
+        self._phases: dict[Cadence, list[_Phase]] = {}
+        self._phase_of: dict[tuple[Verb, str], _Phase] = {}
+        self._watch = ClockWatch()
+        self._beat = Grid(beat_seconds, _now())
+        pool = {"thread_name_prefix": "emqtimerd-round"}
+        self._scheduler = BackgroundScheduler(
+            timezone=UTC,
+            executors={
+                "default": ThreadPoolExecutor(ROUND_THREADS, pool_kwargs=pool),
+                # Runs in the scheduler's own thread: its beat then proves that this thread turns,
+                # also while every thread of the pool waits for a server that does not answer.
+                "inline": DebugExecutor(),
+            },
+            # A late round still runs, once. The default drops whatever is over a second late.
+            job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
+        )
+        self._scheduler.add_listener(self._skipped, EVENT_JOB_MAX_INSTANCES)
+        self._scheduler.add_job(self._wake, Resting(), id=WAKE_JOB, max_instances=WAKE_RUNS)
+        self._scheduler.add_job(on_beat, self._beat, id=BEAT_JOB, executor="inline")
+
+    def start(self) -> None:
+        """Start the scheduler's thread."""
+        self._scheduler.start()
+
+    def is_alive(self) -> bool:
+        """Tell whether the scheduler's thread still runs."""
+        thread = self._scheduler._thread
+        return thread is not None and thread.is_alive()
+
+    def stop(self, grace_seconds: float) -> dict[Verb, list[str]]:
+        """Start no further round, wait for the running ones, and return what was left running."""
+        with self._lock:
+            self._stopping = True
+            self._idle.wait_for(lambda: not any(self._busy.values()), grace_seconds)
+            left = {verb: sorted(queues) for verb, queues in self._busy.items() if queues}
+        # Not waiting: what runs past the grace is abandoned, and has a deadline of its own.
+        self._scheduler.shutdown(wait=False)
+        return left
+
+    # --- cadences -------------------------------------------------------------------------------
+
+    def set_cadences(self, wanted: Mapping[Cadence, Sequence[str]]) -> None:
+        """Sweep these queues at these intervals from now on; touch only what has changed."""
+        with self._lock:
+            for cadence in self._cadences.keys() - wanted.keys():
+                self._remove(cadence)
+            for cadence, queues in wanted.items():
+                if self._cadences.get(cadence) != tuple(queues):
+                    self._place(cadence, tuple(queues))
+            self._phase_of = {
+                (phase.verb, queue): phase
+                for phases in self._phases.values()
+                for phase in phases
+                for queue in phase.queues
+            }
+
+    def _place(self, cadence: Cadence, queues: tuple[str, ...]) -> None:
+        shares = phases_of(cadence.interval_seconds, queues)
+        phases = self._phases.get(cadence, [])
+        if len(shares) == len(phases):
+            for phase, share in zip(phases, shares, strict=True):
+                phase.queues = share
+        else:
+            self._remove(cadence)
+            self._phases[cadence] = self._add(cadence, shares)
+        self._cadences[cadence] = queues
+
+    def _add(self, cadence: Cadence, shares: Sequence[tuple[str, ...]]) -> list[_Phase]:
+        interval, now = cadence.interval_seconds, _now()
+        # At random, so that two replicas that started together do not march in step.
+        anchor = now - timedelta(seconds=random.uniform(0, interval))
+        phases = []
+        for number, share in enumerate(shares):
+            place = number / len(shares)
+            phase = _Phase(
+                cadence.verb, share, Grid(interval, anchor + timedelta(seconds=place * interval))
+            )
+            first = now + timedelta(seconds=place * min(interval, FIRST_SWEEPS_SECONDS))
+            self._scheduler.add_job(
+                self._fire,
+                phase.trigger,
+                args=(phase,),
+                id=_job_id(cadence, number),
+                next_run_time=first,
+            )
+            phases.append(phase)
+        return phases
+
+    def _remove(self, cadence: Cadence) -> None:
+        for number in range(len(self._phases.pop(cadence, ()))):
+            self._scheduler.remove_job(_job_id(cadence, number))
+        self._cadences.pop(cadence, None)
+
+    def _fire(self, phase: _Phase) -> None:
+        if phase.fired:
+            self._on_lateness(phase.verb, phase.trigger.seconds_past(_now()))
+        # The first run stands outside the grid, so that it comes soon after the start.
+        phase.fired = True
+        self._sweep(phase.verb, phase.queues)
+
+    def _skipped(self, event: JobEvent) -> None:
+        verb = event.job_id.partition("/")[0]
+        if verb in VERBS:
+            self._on_skip(verb)
+
+    # --- sweeping -------------------------------------------------------------------------------
+
+    def _sweep(self, verb: Verb, queues: Sequence[str]) -> None:
+        busy = self._busy[verb]
+        with self._lock:
+            if self._stopping:
+                return
+            # A queue whose sweep is still going is left to it: that one says when it comes due.
+            mine = [queue for queue in queues if queue not in busy]
+            busy.update(mine)
+        wakes: Iterable[Wake] = ()
+        try:
+            if mine:
+                wakes = self._run(verb, mine)
+        finally:
+            with self._lock:
+                busy.difference_update(mine)
+                for wake in wakes:
+                    self._await(verb, wake)
+                self._arm()
+                self._idle.notify_all()
+
+    def _await(self, verb: Verb, wake: Wake) -> None:
+        phase = self._phase_of.get((verb, wake.queue))
+        if phase is None:
+            return
+        turn = time.monotonic() + phase.trigger.seconds_to_next(_now())
+        if wake.at < turn:
+            self._wakes.set(verb, wake.queue, wake.at)
+
+    def _wake(self) -> None:
+        with self._lock:
+            due = self._wakes.take(time.monotonic())
+            self._armed = None
+            self._arm()
+        for verb, queues in due.items():
+            if queues:
+                self._sweep(verb, queues)
+
+    def _arm(self) -> None:
+        """Have the wake job run when the earliest wake is due."""
+        earliest = self._wakes.earliest()
+        if earliest is None or earliest == self._armed or self._stopping:
+            return
+        at = math.ceil(earliest / WAKE_GRID_SECONDS) * WAKE_GRID_SECONDS
+        moment = _now() + timedelta(seconds=at - time.monotonic())
+        self._scheduler.modify_job(WAKE_JOB, next_run_time=moment)
+        self._armed = earliest
+
+    # --- the wall clock -------------------------------------------------------------------------
+
+    def check_clock(self) -> float | None:
+        """Re-arm everything if the wall clock was set; return by how many seconds it was.
+
+        APScheduler lives on the wall clock, the queues on the monotonic one: after a step, or a
+        suspend, the grids move with the wall clock, and every phase keeps its place.
+        """
+        jumped = self._watch.jump()
+        if jumped is None:
+            return None
+        with self._lock:
+            for cadence, phases in self._phases.items():
+                for number, phase in enumerate(phases):
+                    self._shift(_job_id(cadence, number), phase.trigger, jumped)
+            self._shift(BEAT_JOB, self._beat, jumped)
+            self._armed = None
+            self._arm()
+        return jumped
+
+    def _shift(self, job: str, grid: Grid, seconds: float) -> None:
+        grid.anchor += timedelta(seconds=seconds)
+        self._scheduler.modify_job(job, next_run_time=grid.get_next_fire_time(None, _now()))
+
+
+WAKE_JOB = "wake"
+BEAT_JOB = "beat"
+
+
+def _job_id(cadence: Cadence, number: int) -> str:
+    return f"{cadence.verb}/{cadence.interval_seconds:g}/{number}"
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

@@ -19,8 +19,12 @@ from emqtimerd.wire import BRAND, BRAND_KEY
 # Every process that a test starts, however indirectly, inherits this mark: so a lost one is found.
 MARK = "EMQ_TEST_SESSION"
 
-# DEBUG DIGEST compares the data of two servers; devnode itself has no use for DEBUG.
-TEST_ARGS = ("--enable-debug-command", "local")
+TEST_ARGS = (
+    # DEBUG DIGEST compares the data of two servers.
+    *("--enable-debug-command", "local"),
+    # A primary waits 5 s for more replicas before it feeds the first one.
+    *("--repl-diskless-sync-delay", "0"),
+)
 
 SERVERS = ("valkey-9", "valkey-8.1", "redis-7.0")
 

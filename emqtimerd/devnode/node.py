@@ -36,6 +36,10 @@ HANDOVER_SECONDS = 2.0
 PORT_ATTEMPTS = 20
 """How many free ports to try: each one can be taken between our look and the server's."""
 
+ASK_SECONDS = 0.5
+"""How long one question to a server may take: a thousand times what it does. Whoever else may have
+the port need not answer at all, and our own server ends then."""
+
 LOG_LINES = 15
 """How much of the server's log an error shows: its reason and the notices around it."""
 
@@ -263,9 +267,9 @@ class DevNode:
     def _ask(self, port: int, *commands: Sequence[str | bytes]) -> list[Reply]:
         """Ask as the operator: with the password, when the extra arguments set one."""
         if "--requirepass" not in self._extra_args:
-            return ask(port, *commands)
+            return ask(port, *commands, timeout=ASK_SECONDS)
         password = self._extra_args[self._extra_args.index("--requirepass") + 1]
-        return ask(port, ["AUTH", password], *commands)[1:]
+        return ask(port, ["AUTH", password], *commands, timeout=ASK_SECONDS)[1:]
 
     def _read_info(self, port: int) -> dict[str, str]:
         (text,) = self._ask(port, ["INFO"])

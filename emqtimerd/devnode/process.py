@@ -109,7 +109,7 @@ class ReplyError(Exception):
 Reply = bytes | int | None
 
 
-def ask(port: int, *commands: Sequence[str | bytes], timeout: float = 5.0) -> list[Reply]:
+def ask(port: int, *commands: Sequence[str | bytes], timeout: float) -> list[Reply]:
     """Send commands to the server at this port of 127.0.0.1 and return their replies.
 
     Three commands with scalar replies are all that is ever asked here, which is less than a client

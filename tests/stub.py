@@ -1,0 +1,348 @@
+"""A scripted RESP server: it answers each verb as told, late, in drips, in part or not at all.
+
+Unscripted it is a healthy, idle EMQ node. It keeps every command that arrived, so that a test can
+count what was really sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+TOKENS = (
+    b"enqueue claim claim.pause extend extends complete.flat schedule promote reschedule delay "
+    b"fail.flat reprocess requeue stalled.check"
+)
+BRAND = b"echomq:6.0.0"
+RUN_ID = b"a" * 40
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server does about one command: bytes, and how they travel."""
+
+    data: bytes
+    late: float = 0
+    """Seconds before the first byte."""
+    pause: float | None = None
+    """Seconds after each byte; None sends all bytes at once."""
+    closes: bool = False
+    """Close the connection after the bytes."""
+    queued: bool = False
+    """Inside MULTI, answer so at once instead of QUEUED: the command is refused there."""
+
+
+def simple(text: str) -> Answer:
+    return Answer(b"+%b\r\n" % text.encode())
+
+
+def error(text: str | bytes) -> Answer:
+    return Answer(b"-%b\r\n" % (text if isinstance(text, bytes) else text.encode()))
+
+
+def integer(number: int) -> Answer:
+    return Answer(b":%d\r\n" % number)
+
+
+def bulk(data: bytes) -> Answer:
+    return Answer(b"$%d\r\n%b\r\n" % (len(data), data))
+
+
+def array(*items: Answer) -> Answer:
+    return Answer(b"*%d\r\n" % len(items) + b"".join(item.data for item in items))
+
+
+def ids(*job_ids: bytes) -> Answer:
+    return array(*(bulk(job_id) for job_id in job_ids))
+
+
+NIL = Answer(b"$-1\r\n")
+SILENCE = Answer(b"")
+HANG_UP = Answer(b"", closes=True)
+
+
+def late(answer: Answer, seconds: float) -> Answer:
+    return replace(answer, late=seconds)
+
+
+def dripped(answer: Answer, pause: float) -> Answer:
+    return replace(answer, pause=pause)
+
+
+def cut(answer: Answer, length: int) -> Answer:
+    """Send the first bytes of the answer and close the connection."""
+    return replace(answer, data=answer.data[:length], closes=True)
+
+
+def refused(text: str) -> Answer:
+    """An error that comes when the command is queued in a transaction, as an ACL's does."""
+    return replace(error(text), queued=True)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One command as it arrived."""
+
+    connection: int
+    """Which connection brought it, counted from 1."""
+    words: tuple[bytes, ...]
+
+    @property
+    def verb(self) -> str:
+        return self.words[0].decode().upper()
+
+
+@dataclass
+class _Rule:
+    verb: str
+    word: bytes
+    answers: list[Answer]
+
+    def take(self, arrival: Arrival) -> Answer | None:
+        if arrival.verb != self.verb or not any(self.word in word for word in arrival.words):
+            return None
+        # The last answer stands for all further arrivals.
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@dataclass
+class _Client:
+    number: int
+    socket: socket.socket
+    transaction: list[Answer] | None = None
+    spoilt: bool = False
+    unread: bytearray = field(default_factory=bytearray)
+
+
+class Stub:
+    """The server, on a free TCP port or on a Unix socket; a context manager."""
+
+    def __init__(self, unix: Path | None = None) -> None:
+        self.arrivals: list[Arrival] = []
+        self.connections = 0
+        self._rules: list[_Rule] = []
+        self._lock = threading.Lock()
+        self._clients: list[_Client] = []
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+        if unix is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.port = self._listener.getsockname()[1]
+            self.url = f"redis://127.0.0.1:{self.port}/0"
+        else:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(str(unix))
+            self._listener.listen()
+            self.url = f"unix://{unix}"
+
+    def on(self, verb: str, *answers: Answer, word: bytes = b"") -> None:
+        """Answer a verb so, one answer an arrival, the last one for ever.
+
+        With `word`, only where one of the command's words holds it. The newest rule counts.
+        """
+        with self._lock:
+            self._rules.insert(0, _Rule(verb, word, list(answers)))
+
+    def count(self, verb: str, word: bytes = b"") -> int:
+        """How many commands of a verb arrived."""
+        return len(self.received(verb, word))
+
+    def received(self, verb: str, word: bytes = b"") -> list[Arrival]:
+        """The commands of a verb that arrived, in order."""
+        with self._lock:
+            return [
+                arrival
+                for arrival in self.arrivals
+                if arrival.verb == verb and any(word in part for part in arrival.words)
+            ]
+
+    def pipelines(self, verb: str) -> list[int]:
+        """How many commands of the verb came in each pipeline; TIME opens one."""
+        with self._lock:
+            verbs = [arrival.verb for arrival in self.arrivals]
+        counts: list[int] = []
+        for each in verbs:
+            if each == "TIME":
+                counts.append(0)
+            elif each == verb:
+                counts[-1] += 1
+        return [count for count in counts if count]
+
+    def hang_up(self) -> None:
+        """Close every connection, as a restarting server does."""
+        with self._lock:
+            clients, self._clients = self._clients, []
+        for client in clients:
+            _shut(client.socket)
+
+    def stop_listening(self) -> None:
+        """Refuse further connections."""
+        _shut(self._listener)
+
+    def __enter__(self) -> Self:
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self.stop_listening()
+        self.hang_up()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="stub", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connected, _ = self._listener.accept()
+                with self._lock:
+                    self.connections += 1
+                    client = _Client(self.connections, connected)
+                    self._clients.append(client)
+                self._spawn(lambda client=client: self._serve(client))  # type: ignore[misc]
+        self._listener.close()
+
+    def _serve(self, client: _Client) -> None:
+        with contextlib.suppress(OSError), client.socket:
+            for words in _commands(client):
+                arrival = Arrival(client.number, tuple(words))
+                with self._lock:
+                    self.arrivals.append(arrival)
+                if not self._send(client, self._answer(client, arrival)):
+                    _shut(client.socket)
+                    return
+
+    def _answer(self, client: _Client, arrival: Arrival) -> Answer:
+        answer = self._scripted(arrival)
+        if client.transaction is None:
+            if arrival.verb == "MULTI" and answer.data == b"+OK\r\n":
+                client.transaction, client.spoilt = [], False
+            return answer
+        if arrival.verb == "EXEC":
+            queued, client.transaction = client.transaction, None
+            if client.spoilt:
+                return error("EXECABORT Transaction discarded because of previous errors.")
+            scripted = self._rule(arrival)
+            return scripted or _together(queued)
+        if answer.queued:
+            client.spoilt = True
+            return answer
+        client.transaction.append(answer)
+        return simple("QUEUED")
+
+    def _scripted(self, arrival: Arrival) -> Answer:
+        return self._rule(arrival) or _healthy(arrival)
+
+    def _rule(self, arrival: Arrival) -> Answer | None:
+        with self._lock:
+            for rule in self._rules:
+                answer = rule.take(arrival)
+                if answer is not None:
+                    return answer
+        return None
+
+    def _send(self, client: _Client, answer: Answer) -> bool:
+        if answer.late:
+            self._closing.wait(answer.late)
+        if answer.pause is None:
+            client.socket.sendall(answer.data)
+        else:
+            for at in range(len(answer.data)):
+                client.socket.sendall(answer.data[at : at + 1])
+                self._closing.wait(answer.pause)
+        return not answer.closes
+
+
+def _together(queued: list[Answer]) -> Answer:
+    """The reply of EXEC: as late as the latest; one silent command silences it."""
+    if any(answer.data == b"" for answer in queued):
+        return Answer(b"", closes=any(answer.closes for answer in queued))
+    whole = array(*queued)
+    pauses = [answer.pause for answer in queued if answer.pause is not None]
+    return replace(
+        whole,
+        late=max(answer.late for answer in queued),
+        pause=max(pauses, default=None),
+        closes=any(answer.closes for answer in queued),
+    )
+
+
+def _healthy(arrival: Arrival) -> Answer:
+    """What an idle EMQ node answers."""
+    if arrival.verb == "TIME":
+        microseconds = time.time_ns() // 1000
+        return ids(b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000))
+    return _HEALTHY.get(arrival.verb, simple("OK"))
+
+
+_HEALTHY = {
+    "EMQ.VERSION": bulk(TOKENS),
+    "GET": bulk(BRAND),
+    "INFO": bulk(b"valkey_version:9.1.2\r\nrun_id:%b\r\nuptime_in_seconds:60\r\n" % RUN_ID),
+    "ZRANGE": array(),
+    "EVAL_RO": array(),
+    "ZCARD": integer(0),
+    "EMQ.PROMOTE": integer(0),
+    "EMQ.STALLED.CHECK": array(array(), array()),
+    "EXEC": error("ERR EXEC without MULTI"),
+}
+
+
+def _commands(client: _Client) -> Iterator[list[bytes]]:
+    while True:
+        header = _line(client)
+        if header is None:
+            return
+        words = []
+        for _ in range(int(header[1:])):
+            length = _line(client)
+            assert length is not None
+            words.append(_exactly(client, int(length[1:]) + 2)[:-2])
+        yield words
+
+
+def _line(client: _Client) -> bytes | None:
+    while b"\r\n" not in client.unread:
+        if not _more(client):
+            return None
+    at = client.unread.index(b"\r\n")
+    line = bytes(client.unread[:at])
+    del client.unread[: at + 2]
+    return line
+
+
+def _exactly(client: _Client, length: int) -> bytes:
+    while len(client.unread) < length:
+        if not _more(client):
+            raise ConnectionResetError
+    data = bytes(client.unread[:length])
+    del client.unread[:length]
+    return data
+
+
+def _more(client: _Client) -> bool:
+    data = client.socket.recv(65_536)
+    client.unread += data
+    return bool(data)
+
+
+def _shut(each: socket.socket) -> None:
+    # Closing alone would not wake the thread that waits on it.
+    with contextlib.suppress(OSError):
+        each.shutdown(socket.SHUT_RDWR)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import redis
 from redis.backoff import NoBackoff
@@ -15,6 +16,16 @@ from redis.retry import Retry
 
 from emqtimerd.devnode import DevNode, find_server, packaged_server
 from emqtimerd.wire import BRAND, BRAND_KEY
+
+# How long an example takes says more about the machine than about the code. In CI, the same
+# commit meets the same examples each time; everywhere else they are new ones.
+hypothesis.settings.register_profile(
+    "emqtimerd",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("emqtimerd")
 
 # Every process that a test starts, however indirectly, inherits this mark: so a lost one is found.
 MARK = "EMQ_TEST_SESSION"

@@ -128,7 +128,11 @@ def printable(data: bytes) -> str:
     Ids are bytes. What is not UTF-8 becomes `\\xff`, a backslash is doubled, and whatever a
     terminal would act upon is escaped, so that two ids never look the same.
     """
-    text = data.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
+    return escaped(data.replace(b"\\", b"\\\\").decode(errors="backslashreplace"))
+
+
+def escaped(text: str) -> str:
+    """Escape whatever a terminal would act upon, and nothing else."""
     if text.isprintable():
         return text
     return "".join(
@@ -183,6 +187,11 @@ def leases_expired(queue: str, now_ms: int) -> tuple[bytes, bytes]:
     """Count a queue's expired leases, and all of them: two commands, two replies."""
     key = queue_key(queue, "active")
     return pack("ZCOUNT", key, "-inf", now_ms), pack("ZCARD", key)
+
+
+def scan(cursor: bytes, pattern: str, count: int) -> bytes:
+    """Look at the next `count` keys for sorted sets whose name matches."""
+    return pack("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "zset")
 
 
 def due(queue: str, name: str, now_ms: int, offset: int, count: int) -> bytes:
@@ -252,7 +261,8 @@ class ReplyError(Exception):
     """The server answered a command with an error."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text)
+        # The server may quote an id, and ids are bytes.
+        super().__init__(escaped(text))
         # A script-style error wraps its cause, and a demoted primary must be seen through it.
         wrapped = text.startswith("ERR") and "READONLY" in text
         self.code = "READONLY" if wrapped else text.partition(" ")[0] or "ERR"
@@ -430,6 +440,15 @@ def read_peek(reply: Reply) -> Peek:
                 raise _unexpected("the peek", reply) from None
             return Peek(run_id, leases, current, previous, unstamped)
     raise _unexpected("the peek", reply)
+
+
+def read_scan(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """Read one page of SCAN: the next cursor, and the keys."""
+    match reply:
+        case [bytes() as cursor, list() as keys]:
+            if all(type(key) is bytes for key in keys):
+                return cursor, keys
+    raise _unexpected("SCAN", reply)
 
 
 def read_tokens(reply: Reply) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainSerializer,
     Strict,
     ValidatorFunctionWrapHandler,
 )
@@ -406,7 +407,9 @@ class Settings(Section):
     stalled_check: StalledCheckSettings = Field(
         default=StalledCheckSettings(), description="recovery of expired leases"
     )
-    queue: Annotated[Mapping[QueueName, QueueOverrides], AfterValidator(_unchangeable)] = Field(
+    queue: Annotated[
+        Mapping[QueueName, QueueOverrides], AfterValidator(_unchangeable), PlainSerializer(dict)
+    ] = Field(
         default_factory=lambda: MappingProxyType({}), description="overrides by a queue's name"
     )
     match: Annotated[tuple[MatchOverrides, ...], Strict(False)] = Field(

@@ -26,6 +26,7 @@ from echomq import (
     FAR,
     SET_OF_STATE,
     SETS,
+    STATE_OF_SET,
     Keyspace,
     Queue,
     Within,
@@ -41,7 +42,7 @@ from emqtimerd.devnode import DevNode
 
 ASKED = os.environ.get("EMQ_EXAMPLES")
 # 120 histories of up to 60 steps take about 15 s here, and reach each pair of verbs on one job many times over.
-EXAMPLES, STEPS = 120, 60
+EXAMPLES, STEPS = 400, 20
 
 QUEUE = "model"
 BASE = base(QUEUE)
@@ -49,8 +50,10 @@ PENDING, ACTIVE, SCHEDULE, DEAD = (
     BASE + name for name in (b"pending", b"active", b"schedule", b"dead")
 )
 
-# Few, so that histories meet: two of them a prefix of another, one with every awkward byte, one not of the namespace.
-IDS = (b"JOB", b"JOB1", b"JOB10", b"JOB2", b"JOB\x00\xff\r\n {}", b"TASK")
+# Few, so that histories meet: some a prefix of another, one with every awkward byte.
+JOB_IDS = (b"JOB", b"JOB1", b"JOB10", b"JOB2", b"JOB\x00\xff\r\n {}")
+# One not of the namespace, and seldom.
+IDS = (*JOB_IDS, *JOB_IDS, b"TASK")
 GHOSTS = (b"JOB1ghost", b"JOB0ghost", b"JOBzghost")
 
 EARLIER = b"e" * 40
@@ -58,6 +61,8 @@ LONG_AGO = 1_000
 HOUR = 3_600_000
 
 ids = st.sampled_from(IDS)
+# The histories should get somewhere, and still see each refusal.
+often = st.sampled_from((True, True, True, False))
 payloads = st.sampled_from((b"", b"p", b"\x00\xff\r\n"))
 # A job is due at once or not while the test runs: the model never has to guess what the clock said.
 spans = st.sampled_from((0, HOUR))
@@ -66,6 +71,20 @@ moments = st.one_of(
     st.tuples(st.just("at"), st.sampled_from((0, LONG_AGO, LONG_AGO + 1, FAR))),
 )
 limits = st.integers(1, 5)
+counters = st.integers(0, 3).map(lambda number: b"%d" % number)
+rows = st.fixed_dictionaries(
+    {b"payload": payloads, b"attempts": counters},
+    optional={
+        b"failures": counters,
+        b"stalled": counters,
+        b"last_error": payloads,
+        b"lease_epoch": st.sampled_from((b"this", EARLIER)),
+    },
+)
+# A time, and the place of the set in SETS.
+scores = st.tuples(
+    st.sampled_from((LONG_AGO, LONG_AGO, LONG_AGO + 1, FAR)), st.integers(0, len(SETS) - 1)
+)
 budgets = st.integers(1, 3)
 
 
@@ -80,9 +99,23 @@ class JobCore(RuleBasedStateMachine):
         self.ever: set[bytes] = set()
         self.completed: set[bytes] = set()
 
-    @initialize()
-    def empty_server(self) -> None:
-        write_keyspace(self.client, {})
+    @initialize(
+        jobs=st.lists(st.tuples(st.sampled_from(JOB_IDS), rows, scores), min_size=3, max_size=8)
+    )
+    def begin_in_the_middle(
+        self, jobs: list[tuple[bytes, dict[bytes, bytes], tuple[int, int]]]
+    ) -> None:
+        """Jobs that have a past, so that short histories meet every case."""
+        for job_id, fields, (lease, place) in jobs:
+            if job_id in self.model.rows:
+                continue
+            name = SETS[place]
+            self.model.rows[job_id] = {**fields, b"state": STATE_OF_SET[name]}
+            self.model.sets[name][job_id] = float(lease if name in ("active", "schedule") else 0)
+            if self.model.rows[job_id].get(b"lease_epoch") == b"this":
+                self.model.rows[job_id][b"lease_epoch"] = self.model.run_id
+        self.ever = set(self.model.rows)
+        write_keyspace(self.client, self.model.keyspace())
 
     # What the machine says, and what must come of it.
 
@@ -96,53 +129,64 @@ class JobCore(RuleBasedStateMachine):
     def row_key(self, job_id: bytes) -> bytes:
         return BASE + b"job:" + job_id
 
+    def pick(self, data: st.DataObject, name: str) -> bytes:
+        """An id, most often one that is in this set."""
+        members = sorted(self.model.sets[name])
+        return data.draw(st.sampled_from(members) if members and data.draw(often) else ids)
+
     def due(self, moment: tuple[str, int], now: Within) -> Any:
         how, ms = moment
         return float(ms) if how == "at" else now + ms
 
     # Producers.
 
-    @rule(job_id=ids, payload=payloads)
-    def enqueue(self, job_id: bytes, payload: bytes) -> None:
-        reply, _ = self.say("EMQ.ENQUEUE", 2, self.row_key(job_id), PENDING, job_id, payload)
-        assert reply == self.model.enqueue(job_id, payload)
-        self.ever |= {job_id} if reply == 1 else set()
+    @rule(many=st.lists(ids, min_size=1, max_size=4), payload=payloads)
+    def enqueue(self, many: list[bytes], payload: bytes) -> None:
+        for job_id in many:
+            keys = (self.row_key(job_id), PENDING)
+            reply, _ = self.say("EMQ.ENQUEUE", 2, *keys, job_id, payload)
+            assert reply == self.model.enqueue(job_id, payload)
+            self.ever |= {job_id} if reply == 1 else set()
 
-    @rule(job_id=ids, payload=payloads, moment=moments)
-    def schedule(self, job_id: bytes, payload: bytes, moment: tuple[str, int]) -> None:
-        reply, now = self.say(
-            "EMQ.SCHEDULE", 2, self.row_key(job_id), SCHEDULE, job_id, payload, *moment
-        )
-        assert reply == self.model.schedule(job_id, payload, self.due(moment, now))
-        self.ever |= {job_id} if reply == 1 else set()
+    @rule(many=st.lists(ids, min_size=1, max_size=4), payload=payloads, moment=moments)
+    def schedule(self, many: list[bytes], payload: bytes, moment: tuple[str, int]) -> None:
+        for job_id in many:
+            keys = (self.row_key(job_id), SCHEDULE)
+            reply, now = self.say("EMQ.SCHEDULE", 2, *keys, job_id, payload, *moment)
+            assert reply == self.model.schedule(job_id, payload, self.due(moment, now))
+            self.ever |= {job_id} if reply == 1 else set()
 
-    @rule(job_id=ids, moment=moments)
-    def reschedule(self, job_id: bytes, moment: tuple[str, int]) -> None:
-        reply, now = self.say("EMQ.RESCHEDULE", 2, self.row_key(job_id), SCHEDULE, job_id, *moment)
+    @rule(data=st.data(), moment=moments)
+    def reschedule(self, data: st.DataObject, moment: tuple[str, int]) -> None:
+        job_id = self.pick(data, "schedule")
+        keys = (self.row_key(job_id), SCHEDULE)
+        reply, now = self.say("EMQ.RESCHEDULE", 2, *keys, job_id, *moment)
         assert reply == self.model.reschedule(job_id, self.due(moment, now))
 
-    @rule(job_id=ids)
-    def reprocess(self, job_id: bytes) -> None:
+    @rule(data=st.data())
+    def reprocess(self, data: st.DataObject) -> None:
+        job_id = self.pick(data, "dead")
         reply, _ = self.say("EMQ.REPROCESS", 3, self.row_key(job_id), DEAD, PENDING, job_id)
         assert reply == self.model.reprocess(job_id)
 
     # Workers.
 
-    @rule(lease_ms=spans, as_key=st.booleans())
-    def claim(self, lease_ms: int, as_key: bool) -> None:
-        reply, now = self.say("EMQ.CLAIM", 2 + as_key, PENDING, ACTIVE, BASE, lease_ms)
-        assert reply == self.model.claim(lease_ms, now)
+    @rule(times=st.integers(1, 4), lease_ms=spans, as_key=st.booleans())
+    def claim(self, times: int, lease_ms: int, as_key: bool) -> None:
+        for _ in range(times):
+            reply, now = self.say("EMQ.CLAIM", 2 + as_key, PENDING, ACTIVE, BASE, lease_ms)
+            assert reply == self.model.claim(lease_ms, now)
 
-    @rule(job_id=ids, right=st.booleans(), lease_ms=spans)
-    def extend(self, job_id: bytes, right: bool, lease_ms: int) -> None:
+    @rule(data=st.data(), right=often, lease_ms=spans)
+    def extend(self, data: st.DataObject, right: bool, lease_ms: int) -> None:
+        job_id = self.pick(data, "active")
         token = self.token(job_id, right)
-        reply, now = self.say(
-            "EMQ.EXTEND", 2, ACTIVE, self.row_key(job_id), job_id, token, lease_ms
-        )
+        keys = (ACTIVE, self.row_key(job_id))
+        reply, now = self.say("EMQ.EXTEND", 2, *keys, job_id, token, lease_ms)
         assert reply == self.model.extend(job_id, token, lease_ms, now)
 
     @rule(
-        who=st.lists(st.tuples(st.sampled_from(IDS[:-1]), st.booleans()), min_size=1, max_size=4),
+        who=st.lists(st.tuples(st.sampled_from(JOB_IDS), often), min_size=1, max_size=4),
         lease_ms=spans,
         as_key=st.booleans(),
     )
@@ -152,29 +196,35 @@ class JobCore(RuleBasedStateMachine):
         reply, now = self.say("EMQ.EXTENDS", 1 + as_key, ACTIVE, BASE, lease_ms, *flat)
         assert reply == self.model.extends(lease_ms, pairs, now)
 
-    @rule(job_id=ids, right=st.booleans())
-    def complete(self, job_id: bytes, right: bool) -> None:
+    @rule(data=st.data(), right=often)
+    def complete(self, data: st.DataObject, right: bool) -> None:
+        job_id = self.pick(data, "active")
         token = self.token(job_id, right)
         reply, _ = self.say("EMQ.COMPLETE", 2, ACTIVE, self.row_key(job_id), job_id, token, BASE)
         assert reply == self.model.complete(job_id, token)
         self.completed |= {job_id} if reply == 1 else set()
 
-    @rule(job_id=ids, right=st.booleans(), delay_ms=spans)
-    def delay(self, job_id: bytes, right: bool, delay_ms: int) -> None:
+    @rule(data=st.data(), right=often, delay_ms=spans)
+    def delay(self, data: st.DataObject, right: bool, delay_ms: int) -> None:
+        job_id = self.pick(data, "active")
         token = self.token(job_id, right)
         keys = (ACTIVE, SCHEDULE, self.row_key(job_id))
         reply, now = self.say("EMQ.DELAY", 3, *keys, job_id, token, delay_ms)
         assert reply == self.model.delay(job_id, token, delay_ms, now)
 
-    @rule(job_id=ids, right=st.booleans(), delay_ms=spans, budget=budgets, error=payloads)
-    def fail(self, job_id: bytes, right: bool, delay_ms: int, budget: int, error: bytes) -> None:
+    @rule(data=st.data(), right=often, delay_ms=spans, budget=budgets, error=payloads)
+    def fail(
+        self, data: st.DataObject, right: bool, delay_ms: int, budget: int, error: bytes
+    ) -> None:
+        job_id = self.pick(data, "active")
         token = self.token(job_id, right)
         keys = (ACTIVE, SCHEDULE, DEAD, self.row_key(job_id))
         reply, now = self.say("EMQ.FAIL", 4, *keys, job_id, token, delay_ms, budget, error, BASE)
         assert reply == self.model.fail(job_id, token, delay_ms, budget, error, now)
 
-    @rule(job_id=ids, right=st.booleans())
-    def requeue(self, job_id: bytes, right: bool) -> None:
+    @rule(data=st.data(), right=often)
+    def requeue(self, data: st.DataObject, right: bool) -> None:
+        job_id = self.pick(data, "active")
         token = self.token(job_id, right)
         reply, _ = self.say("EMQ.REQUEUE", 3, ACTIVE, PENDING, self.row_key(job_id), job_id, token)
         assert reply == self.model.requeue(job_id, token)
@@ -195,8 +245,9 @@ class JobCore(RuleBasedStateMachine):
 
     # What others do to a queue: people, older servers, scripts, lanes and flows, time.
 
-    @rule(paused=st.booleans())
-    def pause(self, paused: bool) -> None:
+    @rule(resumed=often)
+    def pause_or_resume(self, resumed: bool) -> None:
+        paused = not resumed
         if paused:
             send(self.client, "HSET", BASE + b"meta", b"paused", b"1")
         else:
@@ -263,7 +314,9 @@ class JobCore(RuleBasedStateMachine):
             assert places.pop(job_id) == [SET_OF_STATE[fields[b"state"]]]
         assert set(places) <= set(GHOSTS)
         assert all(len(names) == 1 for names in places.values())
-        assert self.completed | set(rows) >= self.ever >= set(rows), "no job is lost, none is made up"
+        assert self.completed | set(rows) >= self.ever >= set(rows), (
+            "no job is lost, none is made up"
+        )
 
 
 def job_rows(keyspace: Keyspace) -> dict[bytes, dict[bytes, bytes]]:

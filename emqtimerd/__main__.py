@@ -1,5 +1,30 @@
-"""`python -m emqtimerd` is the command `emqtimerd`."""
+"""The start of the command `emqtimerd`, also as `python -m emqtimerd`."""
 
-from emqtimerd.cli import main
+import os
+import signal
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:2] == ["run"]:
+        _guard_start()
+    # Only now: what follows takes a quarter of a second, and a signal may come before that.
+    from emqtimerd.cli import app
+
+    app()
+
+
+def _guard_start() -> None:
+    """Have signals do no harm before the daemon's own handlers stand.
+
+    A hangup would kill a daemon that is about to read its file anyway; a stop finds nothing
+    started yet and is done at once.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 Each command imports what it needs when it runs, so that `--help` and completion stay quick.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -61,6 +62,43 @@ def options(
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
+
+
+@app.command()
+def run(
+    config: ConfigFile = None,
+    url: Url = None,
+    queue: Queues = None,
+    embedded: Annotated[
+        bool, typer.Option("--embedded", help="Start an own devnode and work on that.")
+    ] = False,
+) -> None:
+    """Run the daemon: every due job pending on time, every lost lease recovered.
+
+    SIGTERM and SIGINT stop it after the running sweeps, SIGHUP re-reads the file. Exit codes:
+    0 stopped; 1 the grace was exceeded, or a thread died; 2 usage, configuration, port in use.
+    """
+    flags = {"node.url": url, "queues": tuple(queue) if queue else None}
+
+    def load() -> "Config":
+        from emqtimerd.config import load as read
+
+        return read(config, os.environ, _given(flags), needs_queues=True)
+
+    if embedded:
+        from emqtimerd.devnode import DevNode, DevNodeError
+
+        try:
+            node = DevNode()
+            node.start()
+        except DevNodeError as error:
+            _refuse(str(error))
+        flags["node.url"] = node.url
+        atexit.register(node.stop)
+
+    from emqtimerd.daemon import run as run_daemon
+
+    raise typer.Exit(run_daemon(load, _checked(load)))
 
 
 @app.command()
@@ -189,11 +227,20 @@ def schema() -> None:
 
 
 def _load(file: Path | None, flags: Mapping[str, Any]) -> "Config":
-    from emqtimerd.config import ConfigError, load
+    from emqtimerd.config import load
 
-    given = {path: value for path, value in flags.items() if value is not None}
+    return _checked(lambda: load(file, os.environ, _given(flags)))
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in flags.items() if value is not None}
+
+
+def _checked(load: Callable[[], "Config"]) -> "Config":
+    from emqtimerd.config import ConfigError
+
     try:
-        return load(file, os.environ, given)
+        return load()
     except ConfigError as error:
         _refuse(str(error))
 
@@ -230,6 +277,3 @@ class _Interrupt:
     def exit_code(self) -> int | None:
         """128 + the signal, as shells say it."""
         return None if self.signal is None else 128 + self.signal
-
-
-main: Callable[[], Any] = app

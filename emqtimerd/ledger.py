@@ -181,6 +181,10 @@ class Overview:
     nodes: tuple[NodeFacts, ...]
     queues: int
     rounds: Mapping[Verb, Distribution]
+    starts: Mapping[Verb, Distribution]
+    """How long after their turn rounds began."""
+    skipped: Mapping[Verb, int]
+    """How many rounds were left out, since the one before was still going."""
     lateness: Mapping[Verb, Distribution]
     reload_problem: str | None
     """Why the last reload changed nothing; None if it went well, or there was none."""
@@ -204,6 +208,9 @@ class Ledger:
         self._nodes: dict[str, NodeFacts] = {}
         self._rounds = {verb: _Histogram(DURATION_BOUNDS) for verb in VERBS}
         self._lateness = {verb: _Histogram(LATENESS_BOUNDS) for verb in VERBS}
+        self._starts = {verb: _Histogram(DURATION_BOUNDS) for verb in VERBS}
+        self._skipped = dict.fromkeys(VERBS, 0)
+        self._moved = 0
         self._started = wall()
         self._last_beat = monotonic()
         self._intervals: dict[Verb, float] = {}
@@ -269,6 +276,7 @@ class Ledger:
 
     def _take(self, queue: QueueFacts, facts: VerbFacts, result: SweepResult, now: float) -> bool:
         """Take in a result that says something; return whether the server did as it should."""
+        self._moved += result.moved
         queue.promoted += result.promoted
         queue.recovered += len(result.recovered)
         queue.dead_lettered += len(result.dead)
@@ -317,6 +325,16 @@ class Ledger:
                 node.up, node.since = False, self._monotonic()
             node.reason = reason
 
+    def round_late(self, verb: Verb, seconds: float) -> None:
+        """Note how long after its turn a round began."""
+        with self._lock:
+            self._starts[verb].observe(seconds)
+
+    def round_skipped(self, verb: Verb) -> None:
+        """Note that a round was left out, since the one before it was still going."""
+        with self._lock:
+            self._skipped[verb] += 1
+
     def expect(self, intervals: Mapping[Verb, float]) -> None:
         """Say how often, in seconds, each verb's most frequent round comes; readiness follows."""
         with self._lock:
@@ -363,10 +381,22 @@ class Ledger:
                 nodes=tuple(node.copy() for node in self._nodes.values()),
                 queues=len(self._queues),
                 rounds={verb: histogram.read() for verb, histogram in self._rounds.items()},
+                starts={verb: histogram.read() for verb, histogram in self._starts.items()},
+                skipped=dict(self._skipped),
                 lateness={verb: histogram.read() for verb, histogram in self._lateness.items()},
                 reload_problem=self._reload_problem,
                 shard=self._shard,
             )
+
+    def beat_age(self) -> float:
+        """How long ago the scheduler last turned, in seconds."""
+        return self._monotonic() - self._last_beat
+
+    def status(self) -> str:
+        """How things stand, in one line: for a service manager."""
+        health = self.health()
+        state = "ready" if health.ready else "; ".join(health.reasons)
+        return f"{state}; {len(self._queues)} queues, {self._moved} jobs moved"
 
     def health(self) -> Health:
         """Whether the process turns, and whether it does its work."""

@@ -4,6 +4,7 @@ A round never sleeps, schedules or logs. One queue's error is that queue's resul
 else's; a fault of the node is the result of every queue that still waited for it.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -90,6 +91,8 @@ class Failure:
 
     code: str
     message: str
+    of_node: bool = False
+    """It was the node's fault, not this queue's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +343,17 @@ def _observe_clock(node: Node, sent: float, replies: list[wire.Reply]) -> float 
     return now_ms
 
 
+def failed(node: Node, sweeps: Sequence[Sweep], fault: NodeFault) -> list[SweepResult]:
+    """Return the results of a round that the node's fault kept from being sent."""
+    courses = [_Course.of(sweep, node) for sweep in sweeps]
+    _fail(courses, fault)
+    return [course.result for course in courses]
+
+
 def _fail(courses: Iterable[_Course], fault: NodeFault) -> None:
     for course in courses:
         course.result.skipped = isinstance(fault, NotTried)
-        course.result.failure = Failure(fault.code, str(fault))
+        course.result.failure = Failure(fault.code, str(fault), of_node=True)
         # Whatever was known before the fault, the backlog may now be of any size.
         course.sweep.expected = -1
 
@@ -496,6 +506,31 @@ def _refuse(
 
 
 # --- before a stall check -----------------------------------------------------------------------
+
+
+def survey(node: Node, sweeps: Sequence[Sweep]) -> list[SweepResult]:
+    """Read the sizes and the epochs of the leases without sweeping: what a grace waits for.
+
+    A denied peek leaves the epochs unknown. Raises NodeFault.
+    """
+    results = [SweepResult(s.queue, s.verb, node.name, skipped=True) for s in sweeps]
+    each = 1 + len(wire.STATES)
+    for start in range(0, len(sweeps), QUEUES_PER_EXCHANGE):
+        page = results[start : start + QUEUES_PER_EXCHANGE]
+        commands = [
+            wire.peek(result.queue, 0, wire.LEASES_COUNTED) + wire.cards(result.queue)
+            for result in page
+        ]
+        with node.link() as link:
+            deadline = time.monotonic() + node.timeout_seconds
+            replies = link.exchange(commands, each * len(page), deadline)
+        for number, result in enumerate(page):
+            peeked, *cards = replies[number * each : (number + 1) * each]
+            result.jobs = _read_cards(cards)
+            with contextlib.suppress(wire.ReplyError, wire.ShapeError):
+                seen = wire.read_peek(peeked)
+                result.leases = (seen.current, seen.previous, seen.unstamped)
+    return results
 
 
 def judge_mass_expiry(node: Node, sweeps: Sequence[Sweep]) -> None:

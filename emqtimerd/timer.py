@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from apscheduler.events import EVENT_JOB_MAX_INSTANCES, JobEvent
+from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MAX_INSTANCES, JobEvent, JobExecutionEvent
 from apscheduler.executors.debug import DebugExecutor
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
@@ -52,6 +52,9 @@ others' due jobs, and half of the threads stay free for the cadences."""
 
 POINT_SECONDS = 0.000_5
 """How close to a point of a grid a moment counts as being on it; intervals are 10 ms and more."""
+
+HURRY_SECONDS = 0.1
+"""How often a stop looks whether somebody has lost patience with it."""
 
 JUMP_SECONDS = 0.5
 """From here on a difference between the clocks is a step: slewing moves a clock 0.5 ms a second."""
@@ -174,6 +177,7 @@ class ClockWatch:
 class Wake:
     """A queue that wants to be swept with this verb at a moment of the monotonic clock."""
 
+    verb: Verb
     queue: str
     at: float
 
@@ -197,7 +201,8 @@ class Timer:
     """Calls `run` for the queues whose turn it is; no verb of a queue runs twice at one time.
 
     `on_lateness` hears how late (seconds) each phase began, `on_skip` which verb's phase was left
-    out because its last round was still going, `on_beat` that the scheduler's own thread turns.
+    out because its last round was still going, `on_beat` that the scheduler's own thread turns,
+    and `on_error` what a round raised; its next turn comes all the same.
     """
 
     def __init__(
@@ -207,9 +212,11 @@ class Timer:
         on_lateness: Callable[[Verb, float], None],
         on_skip: Callable[[Verb], None],
         on_beat: Callable[[], None],
+        on_error: Callable[[BaseException], None],
         beat_seconds: float,
     ) -> None:
         self._run = run
+        self._on_error = on_error
         self._on_lateness = on_lateness
         self._on_skip = on_skip
         # Guards all below. The scheduler's own lock is only ever taken inside it, never around it.
@@ -222,6 +229,7 @@ class Timer:
         self._cadences: dict[Cadence, tuple[str, ...]] = {}
         self._phases: dict[Cadence, list[_Phase]] = {}
         self._phase_of: dict[tuple[Verb, str], _Phase] = {}
+        self._side: dict[str, Grid] = {}
         self._watch = ClockWatch()
         self._beat = Grid(beat_seconds, _now())
         pool = {"thread_name_prefix": "emqtimerd-round"}
@@ -237,6 +245,7 @@ class Timer:
             job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None},
         )
         self._scheduler.add_listener(self._skipped, EVENT_JOB_MAX_INSTANCES)
+        self._scheduler.add_listener(self._failed, EVENT_JOB_ERROR)
         self._scheduler.add_job(self._wake, Resting(), id=WAKE_JOB, max_instances=WAKE_RUNS)
         self._scheduler.add_job(on_beat, self._beat, id=BEAT_JOB, executor="inline")
 
@@ -249,15 +258,28 @@ class Timer:
         thread = self._scheduler._thread
         return thread is not None and thread.is_alive()
 
-    def stop(self, grace_seconds: float) -> dict[Verb, list[str]]:
-        """Start no further round, wait for the running ones, and return what was left running."""
+    def stop(self, grace_seconds: float, hurry: Callable[[], bool]) -> dict[Verb, list[str]]:
+        """Start no further round, wait for the running ones, and return what was left running.
+
+        `hurry` is asked now and then whether to wait no longer.
+        """
+        deadline = time.monotonic() + grace_seconds
         with self._lock:
             self._stopping = True
-            self._idle.wait_for(lambda: not any(self._busy.values()), grace_seconds)
+            while any(self._busy.values()) and not hurry():
+                wait = deadline - time.monotonic()
+                if wait <= 0:
+                    break
+                self._idle.wait(min(wait, HURRY_SECONDS))
             left = {verb: sorted(queues) for verb, queues in self._busy.items() if queues}
         # Not waiting: what runs past the grace is abandoned, and has a deadline of its own.
         self._scheduler.shutdown(wait=False)
         return left
+
+    def set_side_job(self, name: str, interval_seconds: float, work: Callable[[], None]) -> None:
+        """Run some other work at an interval, in a thread of the pool."""
+        self._side[name] = Grid(interval_seconds, _now())
+        self._scheduler.add_job(work, self._side[name], id=name, replace_existing=True)
 
     # --- cadences -------------------------------------------------------------------------------
 
@@ -325,6 +347,9 @@ class Timer:
         if verb in VERBS:
             self._on_skip(verb)
 
+    def _failed(self, event: JobExecutionEvent) -> None:
+        self._on_error(event.exception)
+
     # --- sweeping -------------------------------------------------------------------------------
 
     def _sweep(self, verb: Verb, queues: Sequence[str]) -> None:
@@ -343,17 +368,17 @@ class Timer:
             with self._lock:
                 busy.difference_update(mine)
                 for wake in wakes:
-                    self._await(verb, wake)
+                    self._await(wake)
                 self._arm()
                 self._idle.notify_all()
 
-    def _await(self, verb: Verb, wake: Wake) -> None:
-        phase = self._phase_of.get((verb, wake.queue))
+    def _await(self, wake: Wake) -> None:
+        phase = self._phase_of.get((wake.verb, wake.queue))
         if phase is None:
             return
         turn = time.monotonic() + phase.trigger.seconds_to_next(_now())
         if wake.at < turn:
-            self._wakes.set(verb, wake.queue, wake.at)
+            self._wakes.set(wake.verb, wake.queue, wake.at)
 
     def _wake(self) -> None:
         with self._lock:
@@ -389,7 +414,8 @@ class Timer:
             for cadence, phases in self._phases.items():
                 for number, phase in enumerate(phases):
                     self._shift(_job_id(cadence, number), phase.trigger, jumped)
-            self._shift(BEAT_JOB, self._beat, jumped)
+            for name, grid in ((BEAT_JOB, self._beat), *self._side.items()):
+                self._shift(name, grid, jumped)
             self._armed = None
             self._arm()
         return jumped

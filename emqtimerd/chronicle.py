@@ -1,0 +1,216 @@
+"""What happened, told in log lines: one for each change of state, none for each tick.
+
+A node goes down and comes back; a queue fails, is blocked, and is well again; a lease crossed a
+restart. What stays as it was is not told again.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from emqtimerd import wire
+from emqtimerd.log import Log
+from emqtimerd.node import Identity
+from emqtimerd.sweeper import Failure, SweepResult, Verb
+
+IDS_SHOWN = 10
+"""How many dead-lettered ids one line names: enough to find the culprit, and a bounded line."""
+
+
+@dataclass(slots=True)
+class _RestartReport:
+    """How the leases of an earlier server process come to their end."""
+
+    run_id: str
+    unseen: set[str]
+    """Queues whose leases have not been looked at since the restart."""
+    found: int = 0
+    left: dict[str, int] = field(default_factory=dict)
+    recovered: int = 0
+    begun: bool = False
+
+
+class Chronicle:
+    """Turns results into log lines; remembers how each node and queue was. Safe for threads."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._down: dict[str, str] = {}
+        self._up: set[str] = set()
+        self._troubles: dict[tuple[Verb, str], str] = {}
+        self._lenient: set[str] = set()
+        self._peekless: set[str] = set()
+        self._restarts: dict[str, _RestartReport] = {}
+
+    def tell_to(self, log: Log) -> None:
+        """Write to another log from now on."""
+        self._log = log
+
+    # --- nodes ----------------------------------------------------------------------------------
+
+    def node_down(self, node: str, failure: Failure) -> None:
+        """Tell once that a node cannot be worked on, and again when the reason changes."""
+        with self._lock:
+            if self._down.get(node) == failure.code:
+                return
+            self._down[node] = failure.code
+            self._up.discard(node)
+            self._log.error("node down", node=node, code=failure.code, reason=failure.message)
+
+    def node_up(self, node: str, identity: Identity) -> None:
+        """Tell once that a node can be worked on."""
+        with self._lock:
+            if node in self._up:
+                return
+            back = self._down.pop(node, None)
+            self._up.add(node)
+            self._log.info(
+                "node up",
+                node=node,
+                run_id=identity.run_id,
+                version=identity.version,
+                after=back,
+                missing_tokens=[token for token in wire.TOKENS if token not in identity.tokens],
+            )
+
+    def restarted(
+        self, node: str, before: str | None, identity: Identity, queues: Sequence[str]
+    ) -> None:
+        """Begin the restart report of a new server process."""
+        with self._lock:
+            if before is not None:
+                self._log.warning("node restarted", node=node, run_id=identity.run_id, was=before)
+            self._restarts[node] = _RestartReport(identity.run_id, set(queues))
+
+    # --- queues ---------------------------------------------------------------------------------
+
+    def tell(self, results: Sequence[SweepResult]) -> None:
+        """Tell what changed with these results."""
+        with self._lock:
+            for result in results:
+                trouble = self._troubles.get((result.verb, result.queue))
+                if result.failure or result.blocked or trouble is not None:
+                    self._tell_trouble(result, trouble)
+                if result.expiries:
+                    self._tell_expiries(result)
+                if result.lenient or result.queue in self._lenient:
+                    self._tell_leniency(result)
+                if result.leases and (report := self._restarts.get(result.node)):
+                    self._follow_restart(result, result.leases[1], report)
+                if result.moved:
+                    self._log.debug(
+                        "swept",
+                        queue=result.queue,
+                        verb=result.verb,
+                        promoted=result.promoted,
+                        recovered=len(result.recovered),
+                        dead=len(result.dead),
+                        passes=result.passes,
+                    )
+
+    def forget(self, queues: set[str]) -> None:
+        """Forget queues that are no longer swept."""
+        with self._lock:
+            self._troubles = {k: v for k, v in self._troubles.items() if k[1] not in queues}
+            self._lenient -= queues
+            for report in self._restarts.values():
+                report.unseen -= queues
+                for queue in queues:
+                    report.left.pop(queue, None)
+
+    def _tell_trouble(self, result: SweepResult, before: str | None) -> None:
+        queue, verb = result.queue, result.verb
+        if result.failure and result.failure.of_node:
+            return  # told once, for the node
+        where = {"queue": queue, "verb": verb, "node": result.node}
+        if result.failure:
+            if before != result.failure.code:
+                self._troubles[verb, queue] = result.failure.code
+                self._log.error("sweep failed", **where, reason=result.failure.message)
+        elif result.blocked:
+            job_id = wire.printable(result.blocked.job_id or b"?")
+            if before != (trouble := f"blocked by {job_id}"):
+                self._troubles[verb, queue] = trouble
+                reason = result.blocked.reason
+                self._log.error("sweep blocked", **where, job_id=job_id, reason=reason)
+        elif result.passes and before is not None:
+            del self._troubles[verb, queue]
+            self._log.info("sweep works again", **where, after=before)
+
+    def _tell_expiries(self, result: SweepResult) -> None:
+        for expiry in result.expiries:
+            if expiry.cause == "restart":
+                self._log.warning(
+                    "lease crossed a server restart",
+                    queue=result.queue,
+                    job_id=wire.printable(expiry.job_id),
+                    lease_epoch=wire.printable(expiry.epoch or b""),
+                    run_id=wire.printable(expiry.run_id or b""),
+                    past_deadline_ms=expiry.past_deadline_ms,
+                )
+        if any(expiry.cause == "unattributed" for expiry in result.expiries):
+            self._tell_no_peek(result)
+        if result.dead:
+            self._log.warning(
+                "jobs dead-lettered, their stalls reached max_stalled",
+                queue=result.queue,
+                count=len(result.dead),
+                job_ids=[wire.printable(job_id) for job_id in result.dead[:IDS_SHOWN]],
+            )
+
+    def _tell_no_peek(self, result: SweepResult) -> None:
+        if result.node not in self._peekless:
+            self._peekless.add(result.node)
+            self._log.warning(
+                "expiries cannot be attributed: the leases could not be read before the check "
+                "(does the ACL allow EVAL_RO, and INFO and HGET inside it?)",
+                node=result.node,
+                queue=result.queue,
+            )
+
+    def _tell_leniency(self, result: SweepResult) -> None:
+        if result.lenient and result.queue not in self._lenient:
+            self._lenient.add(result.queue)
+            self._log.warning(
+                "mass expiry: the stall check is sent with max_stalled + 1", queue=result.queue
+            )
+        elif not result.lenient and result.verb == "stalled_check":
+            self._lenient.discard(result.queue)
+            self._log.info("mass expiry is over", queue=result.queue)
+
+    # --- the restart report ---------------------------------------------------------------------
+
+    def _follow_restart(self, result: SweepResult, previous: int, report: _RestartReport) -> None:
+        """Keep count of one queue's leases of an earlier process; counts stop at a thousand."""
+        here = sum(expiry.cause == "restart" for expiry in result.expiries)
+        if result.queue in report.unseen:
+            report.unseen.discard(result.queue)
+            report.found += previous
+        elif result.queue not in report.left:
+            return
+        report.recovered += here
+        report.left[result.queue] = max(previous - here, 0)
+        if report.left[result.queue] == 0:
+            del report.left[result.queue]
+        if report.unseen:
+            return
+        if report.found and not report.begun:
+            report.begun = True
+            self._log.warning(
+                "restart report: leases of an earlier server process",
+                node=result.node,
+                run_id=report.run_id,
+                leases=report.found,
+            )
+        if not report.left:
+            if report.found:
+                self._log.warning(
+                    "restart report: the last lease of an earlier server process is gone",
+                    node=result.node,
+                    run_id=report.run_id,
+                    leases=report.found,
+                    recovered=report.recovered,
+                    settled_elsewhere=max(report.found - report.recovered, 0),
+                )
+            del self._restarts[result.node]

@@ -1,0 +1,73 @@
+"""What a service manager is told: READY, STATUS, RELOADING, STOPPING, and that the daemon lives.
+
+sd_notify(3): one datagram of `NAME=value` lines to the socket that the environment names. It takes
+so few lines that a library would be more to read than this.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+
+class Notifier:
+    """The service manager's socket, if there is one; a dead socket never stops the daemon."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, pid: int | None = None) -> None:
+        self._address = _address(environ.get("NOTIFY_SOCKET", ""))
+        self.watchdog_seconds = _watchdog_seconds(environ, os.getpid() if pid is None else pid)
+        """How often a sign of life is wanted at least; None when nobody watches."""
+        self._status = ""
+
+    def ready(self, status: str) -> None:
+        """Say that the service is up, or that a reload is over, however it went."""
+        self._status = status
+        self._send("READY=1", f"STATUS={status}")
+
+    def reloading(self) -> None:
+        """Say that a reload begins; the time in the same datagram is what the manager asks for."""
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self, status: str) -> None:
+        """Say that the service goes down on purpose."""
+        self._send("STOPPING=1", f"STATUS={status}")
+
+    def status(self, status: str) -> None:
+        """Say in a line how things stand; the same line is not sent twice."""
+        if status != self._status:
+            self._status = status
+            self._send(f"STATUS={status}")
+
+    def alive(self) -> None:
+        """Give the sign of life that the watchdog waits for."""
+        self._send("WATCHDOG=1")
+
+    def _send(self, *lines: str) -> None:
+        if self._address is None:
+            return
+        # A status is one line: what the server said must not be able to add one of its own.
+        data = "\n".join(" ".join(line.splitlines()) for line in lines).encode(errors="replace")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            try:
+                sender.sendto(data, self._address)
+            except OSError:
+                # Gone, or full: the manager then goes by what it last heard.
+                return
+
+
+def _address(name: str) -> str | None:
+    """The socket's address: `@` stands for the NUL byte of an abstract one."""
+    if name.startswith("@"):
+        return "\0" + name[1:]
+    return name if name.startswith("/") else None
+
+
+def _watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
+    """The watchdog's time limit, if it is meant for this process (sd_watchdog_enabled(3))."""
+    limit, owner = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
+    if not limit.isascii() or not limit.isdigit() or int(limit) == 0:
+        return None
+    if owner and owner != str(pid):
+        return None
+    return int(limit) / 1_000_000

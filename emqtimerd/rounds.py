@@ -1,0 +1,203 @@
+"""What happens when the timer says that it is some queues' turn.
+
+A round leaves out the queues that are backing off or still in the grace after a restart, sweeps the
+others, hands the results to the ledger and the chronicle, and tells the timer which queues want to
+be swept before their next turn.
+"""
+
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from emqtimerd.chronicle import Chronicle
+from emqtimerd.config import QueueSettings, Settings
+from emqtimerd.ledger import Ledger
+from emqtimerd.node import Node, NodeFault
+from emqtimerd.sweeper import (
+    VERBS,
+    MassExpiry,
+    Sweep,
+    SweepResult,
+    Verb,
+    failed,
+    judge_mass_expiry,
+    run_round,
+    survey,
+)
+from emqtimerd.timer import Cadence, Wake
+
+SLICE_SECONDS = 0.25
+"""How long one round drains before it gives its thread back: a backlog goes on in a wake at once,
+and what came due meanwhile joins it."""
+
+QUEUE_BACKOFF_CAP_SECONDS = 30.0
+"""A queue that refuses or errs is tried again after a growing pause, at most this or its interval:
+the default of a stall check, so that a repaired queue is back as soon as anything is noticed."""
+
+SURVEY_SPREAD_SECONDS = 1.0
+"""After a restart the leases of all queues are looked at within this time, not all at once."""
+
+
+@dataclass(slots=True)
+class _Duty:
+    """One queue's sweep with one verb, and when it may be sent again after an error."""
+
+    sweep: Sweep
+    interval_seconds: float
+    wakes: bool
+    grace_seconds: float
+    failures: int = 0
+    not_before: float = field(default=float("-inf"))
+
+
+class Rounds:
+    """Runs the rounds that the timer asks for, in the timer's threads."""
+
+    def __init__(
+        self, node: Node, ledger: Ledger, chronicle: Chronicle, stop: Callable[[], bool]
+    ) -> None:
+        self.node = node
+        self._ledger = ledger
+        self._chronicle = chronicle
+        self._stop = stop
+        self._duties: dict[tuple[Verb, str], _Duty] = {}
+        self._lock = threading.Lock()
+        self._run_id: str | None = None
+
+    def configure(self, settings: Settings, queues: Sequence[str]) -> dict[Cadence, list[str]]:
+        """Take over settings, and return which queues are to be swept at which cadences.
+
+        A queue whose settings did not change keeps what its last rounds learned.
+        """
+        duties: dict[tuple[Verb, str], _Duty] = {}
+        cadences: dict[Cadence, list[str]] = {}
+        for queue in queues:
+            own = settings.for_queue(queue)
+            for verb in VERBS:
+                duty = _duty(queue, verb, own, settings)
+                known = self._duties.get((verb, queue))
+                duties[verb, queue] = known if known and _same(known, duty) else duty
+                cadences.setdefault(Cadence(verb, duty.interval_seconds), []).append(queue)
+        self._duties = duties
+        return cadences
+
+    def run(self, verb: Verb, queues: Sequence[str]) -> list[Wake]:
+        """Sweep these queues now, and say which of them want to be swept before their turn."""
+        started = time.monotonic()
+        duties = self._duties
+        due = [
+            duty
+            for queue in queues
+            if (duty := duties.get((verb, queue))) is not None and duty.not_before <= started
+        ]
+        if not due:
+            return []
+        wakes: list[Wake] = []
+        if verb == "promote":
+            results = self._sweep(due)
+        else:
+            wakes, results = self._check(due)
+        self._ledger.record(verb, results, time.monotonic() - started)
+        wakes += self._note_node(results)
+        self._chronicle.tell(results)
+        by_queue = {result.queue: result for result in results}
+        for duty in due:
+            wakes += self._follow(duty, by_queue[duty.sweep.queue])
+        return wakes
+
+    def _sweep(self, due: Sequence[_Duty], run_id: str | None = None) -> list[SweepResult]:
+        until = time.monotonic() + SLICE_SECONDS
+        sweeps = [duty.sweep for duty in due]
+        return run_round(self.node, sweeps, until=until, run_id=run_id, stop=self._stop)
+
+    def _check(self, due: Sequence[_Duty]) -> tuple[list[Wake], list[SweepResult]]:
+        """Check for expired leases where the grace after a restart is over; elsewhere only look."""
+        try:
+            # Which server process answers is known first, and only that one is then checked: a
+            # restart between these two lines must not get past its grace.
+            with self.node.link() as link:
+                run_id = link.run_id
+            now = time.monotonic()
+            ends = {grace: self.node.grace_ends(grace) for grace in {d.grace_seconds for d in due}}
+            ready = [duty for duty in due if ends[duty.grace_seconds] <= now]
+            waiting = [duty for duty in due if ends[duty.grace_seconds] > now]
+            looked = survey(self.node, [duty.sweep for duty in waiting])
+            judge_mass_expiry(self.node, [duty.sweep for duty in ready])
+        except NodeFault as fault:
+            return [], failed(self.node, [duty.sweep for duty in due], fault)
+        wakes = [
+            Wake("stalled_check", duty.sweep.queue, ends[duty.grace_seconds]) for duty in waiting
+        ]
+        return wakes, looked + self._sweep(ready, run_id)
+
+    def _follow(self, duty: _Duty, result: SweepResult) -> list[Wake]:
+        """Set the pause after an error, and the wake for a backlog or for the next due time."""
+        sweep, now = duty.sweep, time.monotonic()
+        if result.blocked or (result.failure and not result.failure.of_node):
+            duty.failures += 1
+            cap = max(QUEUE_BACKOFF_CAP_SECONDS, duty.interval_seconds)
+            pause = min(duty.interval_seconds * 2**duty.failures, cap)
+            # Less than an interval of jitter below the pause, so that the turn at its end counts.
+            duty.not_before = now + pause * random.uniform(0.5, 1)
+            return []
+        if result.passes:
+            duty.failures = 0
+            duty.not_before = float("-inf")
+        if result.backlog:
+            return [Wake(sweep.verb, sweep.queue, now)]
+        if duty.wakes and result.next_due is not None:
+            return [Wake(sweep.verb, sweep.queue, result.next_due)]
+        return []
+
+    def _note_node(self, results: Sequence[SweepResult]) -> list[Wake]:
+        """Tell ledger and chronicle how the node stands; after a restart look at all leases."""
+        node = self.node
+        fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
+        if fault is not None:
+            self._ledger.node_down(node.name, fault.message)
+            self._chronicle.node_down(node.name, fault)
+            return []
+        identity = node.identity
+        if identity is None or not any(result.passes or result.jobs for result in results):
+            return []
+        self._ledger.node_seen(node.name, identity)
+        self._chronicle.node_up(node.name, identity)
+        with self._lock:
+            seen, self._run_id = self._run_id, identity.run_id
+        if seen == identity.run_id:
+            return []
+        queues = [queue for verb, queue in self._duties if verb == "stalled_check"]
+        self._chronicle.restarted(node.name, seen, identity, queues)
+        now = time.monotonic()
+        return [Wake("stalled_check", queue, now + _spread(queue)) for queue in queues]
+
+
+def _spread(queue: str) -> float:
+    return zlib.crc32(queue.encode()) / 2**32 * SURVEY_SPREAD_SECONDS
+
+
+def _duty(queue: str, verb: Verb, own: QueueSettings, settings: Settings) -> _Duty:
+    base = settings.node.base
+    if verb == "promote":
+        promote = own.promote
+        sweep = Sweep(queue, verb, promote.limit, base_form=base)
+        return _Duty(sweep, promote.interval_seconds, promote.due_wake, 0.0)
+    check = own.stalled_check
+    guard = check.mass_expiry
+    limits = MassExpiry(guard.share, guard.at_least) if guard else None
+    sweep = Sweep(queue, verb, check.limit, check.max_stalled, base, limits)
+    return _Duty(sweep, check.interval_seconds, check.at_expiry, check.restart_grace_seconds)
+
+
+def _same(one: _Duty, other: _Duty) -> bool:
+    """Whether two duties have the same settings, whatever each has learned."""
+
+    def settings(duty: _Duty) -> tuple[object, ...]:
+        s = duty.sweep
+        form = (s.limit, s.max_stalled, s.base_form, s.mass_expiry)
+        return (*form, duty.interval_seconds, duty.wakes, duty.grace_seconds)
+
+    return settings(one) == settings(other)

@@ -50,6 +50,7 @@ from typing import Any, Literal, Self
 import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
+from redis.connection import parse_url
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
@@ -250,13 +251,14 @@ class Jobs:
         self._active = queue_key(queue, "active")
         self._schedule = queue_key(queue, "schedule")
         self._dead = queue_key(queue, "dead")
-        given = (
-            redis.ConnectionPool.from_url(_redis_scheme(node))
-            if isinstance(node, str)
-            else node.connection_pool
-        )
+        if isinstance(node, str):
+            given: dict[str, Any] = dict(parse_url(_redis_scheme(node)))
+        else:
+            pool = node.connection_pool
+            given = {**pool.connection_kwargs, "connection_class": pool.connection_class}
         settings: dict[str, Any] = {
-            **given.connection_kwargs,
+            # Push messages of one vendor's servers, bound to the pool that they were made for.
+            **{name: value for name, value in given.items() if "maint" not in name},
             "socket_connect_timeout": connect_timeout_seconds,
             "socket_timeout": timeout_seconds,
             # redis-py's default would send one unanswered verb eleven times.
@@ -265,7 +267,7 @@ class Jobs:
             # RESP3 would add a handshake and push messages that no verb needs.
             "protocol": 2,
         }
-        self._pool = redis.ConnectionPool(given.connection_class, **settings)
+        self._pool = redis.ConnectionPool(**settings)
 
     # What a producer says.
 

@@ -1,5 +1,6 @@
 /* Preloaded into servers under `make sanitize`: Valkey 9 opens modules with RTLD_DEEPBIND, which would
- * bind the job core to the C library's own malloc, past AddressSanitizer; its runtime refuses that. */
+ * bind the job core to the C library's own malloc, past AddressSanitizer; its runtime refuses that. It
+ * also keeps modules in memory to the end, where leaks are reported: they would have no names otherwise. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 
@@ -8,5 +9,5 @@ void *dlopen(const char *file, int flags) {
         void *symbol;
         void *(*function)(const char *, int);
     } next = {dlsym(RTLD_NEXT, "dlopen")};
-    return next.function(file, flags & ~RTLD_DEEPBIND);
+    return next.function(file, (flags & ~RTLD_DEEPBIND) | RTLD_NODELETE);
 }

@@ -5,6 +5,7 @@ a `Link`: one exchange at a time, a total deadline on each, and errors as plain 
 """
 
 import contextlib
+import inspect
 import random
 import select
 import socket
@@ -20,7 +21,7 @@ import redis
 from redis.connection import AbstractConnection
 
 from emqtimerd import wire
-from emqtimerd.config import NodeSettings, read_secret
+from emqtimerd.config import ConfigError, NodeSettings, read_secret
 
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_CAP_SECONDS = 5.0
@@ -31,7 +32,7 @@ READ_BYTES = 65_536
 """One read takes a whole pipeline's replies in the common case; also the usual socket buffer."""
 
 MIN_WAIT_SECONDS = 0.001
-"""A timeout of zero would switch the socket to non-blocking; a passed deadline waits this long."""
+"""A timeout of zero would switch the socket to non-blocking: sending waits this long at least."""
 
 _MORE = object()
 
@@ -162,7 +163,10 @@ class Link:
         return replies
 
     def _read_more(self, deadline: float) -> None:
-        self._socket.settimeout(max(deadline - time.monotonic(), MIN_WAIT_SECONDS))
+        wait = deadline - time.monotonic()
+        if wait <= 0:
+            raise TimeoutError
+        self._socket.settimeout(wait)
         data = self._socket.recv(READ_BYTES)
         if not data:
             raise ConnectionResetError("the server closed the connection")
@@ -319,7 +323,9 @@ class Node:
             except NodeFault as fault:
                 self._failures += 1
                 self._failing_since = self._failing_since or time.monotonic()
-                pause = min(BACKOFF_FIRST_SECONDS * 2**self._failures, BACKOFF_CAP_SECONDS)
+                # The cap is reached long before the exponent is: a node may be dead for days.
+                doubled = BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures - 1, 32)
+                pause = min(doubled, BACKOFF_CAP_SECONDS)
                 # Full jitter in the upper half: replicas that lost one node do not come back
                 # in step, and none comes back at once.
                 self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1)
@@ -350,6 +356,12 @@ class Node:
         try:
             connection = self._dial()
             connection.connect()  # type: ignore[no-untyped-call]
+        except ConfigError as error:
+            # The password file may be mounted or rotated in later. redis-py closes a connection
+            # after its own errors only.
+            if connection is not None:
+                connection.disconnect()  # type: ignore[no-untyped-call]
+            raise Unreachable(self.name, "NOAUTH", f"cannot log in: {error}") from error
         except redis.AuthenticationError as error:
             raise Unreachable(
                 self.name,
@@ -470,6 +482,13 @@ def _reason(error: BaseException) -> str:
 
 # --- dialling -----------------------------------------------------------------------------------
 
+# Newer redis-py has another name for this setting, and warns about the old one.
+_ANONYMOUS = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
+
 
 class _Credentials(redis.CredentialProvider):
     """User name and password, the file read anew at each connection so that rotation needs no
@@ -512,7 +531,7 @@ def open_node(settings: NodeSettings) -> Node:
     options: dict[str, Any] = {
         # RESP2, and no CLIENT SETINFO: an ACL with little more than the two verbs must do.
         "protocol": 2,
-        "driver_info": None,
+        **_ANONYMOUS,
         "db": url.db,
         "socket_connect_timeout": settings.connect_timeout_seconds,
         "socket_timeout": settings.timeout_seconds,

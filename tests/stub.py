@@ -196,7 +196,8 @@ class Stub:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
         self.stop_listening()
         self.hang_up()
         for thread in self._threads:
@@ -212,6 +213,9 @@ class Stub:
             while True:
                 connected, _ = self._listener.accept()
                 with self._lock:
+                    if self._closing.is_set():
+                        connected.close()
+                        break
                     self.connections += 1
                     client = _Client(self.connections, connected)
                     self._clients.append(client)

@@ -1,0 +1,656 @@
+"""Connections to a node: the fence, deadlines, faults, back-off, and the server's clock."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from stub import (
+    NIL,
+    SILENCE,
+    Answer,
+    Stub,
+    array,
+    bulk,
+    cut,
+    dripped,
+    error,
+    integer,
+    late,
+    simple,
+)
+
+from emqtimerd import node as nodes
+from emqtimerd import wire
+from emqtimerd.config import Settings
+from emqtimerd.devnode import DevNode
+from emqtimerd.node import (
+    BackingOff,
+    FenceRefused,
+    Link,
+    Lost,
+    Node,
+    NotReady,
+    ServerClock,
+    Unreachable,
+    open_node,
+)
+
+PING = wire.pack("PING")
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def open_to() -> Iterator[Callable[..., Node]]:
+    """Opens nodes by URL and other settings of `[node]`; all are closed at the end."""
+    opened: list[Node] = []
+
+    def open_(url: str, **settings: Any) -> Node:
+        settings = {"timeout": "5s", **settings, "url": url}
+        opened.append(open_node(Settings.model_validate({"node": settings}).node))
+        return opened[-1]
+
+    yield open_
+    for node in opened:
+        node.close()
+
+
+def ask(link: Link, command: bytes, seconds: float = 5) -> wire.Reply:
+    return link.exchange(command, 1, time.monotonic() + seconds)[0]
+
+
+def handshake(node: Node) -> None:
+    with node.link():
+        pass
+
+
+# --- the fence ----------------------------------------------------------------------------------
+
+
+def test_the_fence_reads_who_the_server_is(
+    node: DevNode, client: redis.Redis, open_to: Callable[..., Node]
+) -> None:
+    """After the first link the node is known by run_id, version, brand and tokens."""
+    opened = open_to(node.url)
+    with opened.link() as link:
+        assert ask(link, PING) == b"PONG"
+    info = client.info("server")
+    assert opened.identity is not None
+    assert opened.identity.run_id == info["run_id"] == link.run_id
+    assert opened.identity.version == info["valkey_version"]
+    assert opened.identity.brand == "echomq:6.0.0"
+    assert opened.identity.tokens == wire.TOKENS
+    assert opened.identity.started == pytest.approx(
+        time.monotonic() - info["uptime_in_seconds"], abs=2
+    )
+
+
+FENCES: dict[str, tuple[str, Answer, str]] = {
+    "no job core": (
+        "EMQ.VERSION",
+        error("ERR unknown command 'EMQ.VERSION', with args beginning with: "),
+        "does not know EMQ.VERSION: the native job core is not loaded",
+    ),
+    "no promote": ("EMQ.VERSION", bulk(b"enqueue stalled.check"), "lacks the capability promote"),
+    "no stalled.check": (
+        "EMQ.VERSION",
+        bulk(b"promote stalled.checks"),
+        "lacks the capability stalled.check",
+    ),
+    "neither": ("EMQ.VERSION", bulk(b""), "lacks the capability promote and stalled.check"),
+    "no brand": ("GET", NIL, "has no brand at {emq}:version"),
+    "another brand": ("GET", bulk(b"echomq:4.0.0"), "brand is echomq:4.0.0, not echomq:6.0.0"),
+    "a hostile brand": ("GET", bulk(b"\x1b[31m"), r"brand is \x1b[31m, not"),
+}
+
+
+@pytest.mark.parametrize(("verb", "answer", "words"), FENCES.values(), ids=FENCES)
+def test_a_server_of_another_wire_is_refused(
+    stub: Stub, open_to: Callable[..., Node], verb: str, answer: Answer, words: str
+) -> None:
+    """Tokens and brand are checked, the reason is told, and nothing is ever written."""
+    stub.on(verb, answer)
+    with pytest.raises(FenceRefused) as caught:
+        handshake(open_to(stub.url))
+    assert words in caught.value.message
+    assert {arrival.verb for arrival in stub.arrivals} == {"CLIENT", "EMQ.VERSION", "GET", "INFO"}
+
+
+@pytest.mark.parametrize("changed", ["brand", "tokens"])
+def test_the_fence_is_passed_by_every_connection(
+    stub: Stub, open_to: Callable[..., Node], changed: str
+) -> None:
+    """A server that was replaced between two connections is looked at anew."""
+    if changed == "brand":
+        stub.on("GET", bulk(wire.BRAND), bulk(b"echomq:4.0.0"))
+    else:
+        stub.on("EMQ.VERSION", bulk(b"promote stalled.check"), bulk(b"claim"))
+    node = open_to(stub.url)
+    with node.link() as link:
+        link.drop()
+    with pytest.raises(FenceRefused):
+        handshake(node)
+    assert stub.connections == 2
+
+
+LATER = {
+    "LOADING Valkey is loading the dataset in memory": "LOADING",
+    "MASTERDOWN Link with MASTER is down": "MASTERDOWN",
+    "CLUSTERDOWN The cluster is down": "CLUSTERDOWN",
+    "BUSY Valkey is busy running a script.": "BUSY",
+    "UNBLOCKED force unblock from blocking operation": "UNBLOCKED",
+    "NOPERM User x has no permissions to run the 'emq.version' command": "NOPERM",
+    "NOVEL thing": "NOVEL",
+}
+
+
+@pytest.mark.parametrize("verb", ["EMQ.VERSION", "GET"])
+@pytest.mark.parametrize(("text", "code"), LATER.items(), ids=LATER.values())
+def test_an_error_in_the_handshake_is_no_verdict_on_the_node(
+    stub: Stub, open_to: Callable[..., Node], verb: str, text: str, code: str
+) -> None:
+    """Case "LOADING, BUSY, OOM, ...": it means "later", is told by its first word, and passes."""
+    stub.on(verb, error(text), _GOOD[verb])
+    node = open_to(stub.url)
+    with pytest.raises(NotReady) as caught:
+        handshake(node)
+    assert caught.value.code == code
+    assert verb in caught.value.message
+    assert text in caught.value.message
+
+
+_GOOD = {"EMQ.VERSION": bulk(b"promote stalled.check"), "GET": bulk(wire.BRAND)}
+
+
+def test_a_denied_info_leaves_only_the_run_id_unknown(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Case "ACL user with only the two verbs": what the fence can do without is optional."""
+    stub.on("INFO", error("NOPERM no"))
+    node = open_to(stub.url)
+    handshake(node)
+    assert node.identity is not None
+    assert (node.identity.run_id, node.identity.version) == ("", "")
+
+
+def test_a_server_that_knows_no_client_commands_is_worked_with(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Case "ACL user with only the two verbs": no HELLO, and CLIENT may be unknown."""
+    stub.on("CLIENT", error("ERR unknown command 'CLIENT'"))
+    stub.on("HELLO", error("ERR unknown command 'HELLO'"))
+    handshake(open_to(stub.url))
+    assert [a.words[:2] for a in stub.received("CLIENT")] == [(b"CLIENT", b"SETNAME")]
+    assert stub.count("HELLO") == 0
+
+
+# --- authentication and reach -------------------------------------------------------------------
+
+
+def test_a_password_file_is_read_at_each_connection(
+    stub: Stub, open_to: Callable[..., Node], tmp_path: Path
+) -> None:
+    """A rotated password needs no restart."""
+    file = tmp_path / "password"
+    node = open_to(stub.url, username="sweeper", password_file=str(file))
+    for password in ("old", "new"):
+        file.write_text(password + "\n")
+        with node.link() as link:
+            link.drop()
+    assert [arrival.words for arrival in stub.received("AUTH")] == [
+        (b"AUTH", b"sweeper", b"old"),
+        (b"AUTH", b"sweeper", b"new"),
+    ]
+
+
+def test_a_missing_password_file_makes_the_node_unreachable(
+    stub: Stub, open_to: Callable[..., Node], tmp_path: Path
+) -> None:
+    """It may be mounted later, so it is a fault like any other, and nothing is sent without it."""
+    file = tmp_path / "password"
+    node = open_to(stub.url, password_file=str(file))
+    with pytest.raises(Unreachable) as caught:
+        handshake(node)
+    assert str(file) in caught.value.message
+    assert "No such file" in caught.value.message
+    assert stub.count("EMQ.VERSION") == 0
+    with pytest.raises(BackingOff):
+        handshake(node)
+
+
+AUTHENTICATION = {
+    "AUTH": "WRONGPASS invalid username-password pair or user is disabled.",
+    "EMQ.VERSION": "NOAUTH Authentication required.",
+}
+
+
+@pytest.mark.parametrize(("verb", "text"), AUTHENTICATION.items())
+def test_refused_authentication_says_what_to_check_and_not_the_password(
+    stub: Stub, open_to: Callable[..., Node], verb: str, text: str
+) -> None:
+    """WRONGPASS and NOAUTH are unreachable nodes, with the settings that matter in the words."""
+    stub.on(verb, error(text))
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(stub.url.replace("redis://", "redis://me:hunter2@")))
+    assert caught.value.code == text.partition(" ")[0]
+    assert "node.password_file" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_refused_connection_names_the_address(stub: Stub, open_to: Callable[..., Node]) -> None:
+    """The address and the operating system's reason, and never what else the URL holds."""
+    stub.stop_listening()
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(stub.url.replace("redis://", "redis://me:hunter2@")))
+    assert str(caught.value) == f"127.0.0.1:{stub.port}: cannot connect (Connection refused)"
+
+
+def test_a_missing_socket_file_is_named(open_to: Callable[..., Node], tmp_path: Path) -> None:
+    """A Unix socket that is not there is an unreachable node."""
+    path = tmp_path / "none.sock"
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(f"unix://{path}"))
+    assert str(caught.value) == f"{path}: cannot connect (No such file or directory)"
+
+
+def test_a_host_that_is_no_name_is_unreachable(open_to: Callable[..., Node]) -> None:
+    """A name that does not resolve is a fault of the node, not a crash."""
+    with pytest.raises(Unreachable, match="cannot connect"):
+        handshake(open_to("redis://no-such-host.invalid:6379/0"))
+
+
+@pytest.mark.parametrize("verb", ["EMQ.VERSION", "AUTH"])
+def test_a_silent_handshake_ends_at_the_timeout(
+    stub: Stub, open_to: Callable[..., Node], verb: str
+) -> None:
+    """Case "Half-open sockets and black holes": a server that accepts and says no more."""
+    stub.on(verb, SILENCE)
+    started = time.monotonic()
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(stub.url.replace("redis://", "redis://:x@"), timeout="200ms"))
+    assert caught.value.code == "timeout"
+    assert time.monotonic() - started < 2
+
+
+def test_a_connection_that_closes_in_the_handshake_is_unreachable(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """A server that goes away while it is asked who it is was not reached."""
+    stub.on("GET", cut(bulk(wire.BRAND), 3))
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(stub.url))
+    assert caught.value.code == "connection"
+    assert "during the handshake" in caught.value.message
+
+
+# --- one exchange -------------------------------------------------------------------------------
+
+
+def ways(tmp_path: Path) -> dict[str, tuple[Path | None, str, dict[str, str]]]:
+    secret = tmp_path / "secret"
+    secret.write_text("from-file")
+    return {
+        "tcp": (None, "redis://", {}),
+        "valkey": (None, "valkey://", {}),
+        "password": (None, "redis://me:secret@", {}),
+        "password file": (None, "redis://", {"password_file": str(secret)}),
+        "unix": (tmp_path / "stub.sock", "unix://", {}),
+        "unix with password file": (
+            tmp_path / "stub.sock",
+            "unix://",
+            {"password_file": str(secret)},
+        ),
+    }
+
+
+WAYS = ("tcp", "valkey", "password", "password file", "unix", "unix with password file")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_command_that_is_not_answered_in_time_arrives_once(
+    way: str, open_to: Callable[..., Node], tmp_path: Path
+) -> None:
+    """Case "Library retries re-send a slow sweep": one arrival, however the node is reached."""
+    socket, scheme, settings = ways(tmp_path)[way]
+    with Stub(socket) as stub:
+        stub.on("PING", late(simple("PONG"), 0.3), simple("PONG"))
+        node = open_to(stub.url.replace("redis://", scheme), **settings)
+        with pytest.raises(Lost), node.link() as link:
+            ask(link, PING, 0.1)
+        with node.link() as link:
+            ask(link, wire.pack("PING", "again"))
+        assert [arrival.words for arrival in stub.received("PING")] == [
+            (b"PING",),
+            (b"PING", b"again"),
+        ]
+
+
+def test_a_late_reply_is_not_taken_for_the_next_command(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Case "Cancelled call and the reply of another": the reply of `a` is never that of `b`."""
+    stub.on("GET", late(bulk(b"111"), 0.3), word=b"{a}")
+    stub.on("GET", bulk(b"7"), word=b"{b}")
+    node = open_to(stub.url)
+    for _ in range(3):
+        with pytest.raises(Lost) as caught, node.link() as link:
+            ask(link, wire.pack("GET", "{a}"), 0.05)
+        assert caught.value.code == "timeout"
+        with node.link() as link:
+            assert ask(link, wire.pack("GET", "{b}")) == b"7"
+
+
+@pytest.mark.parametrize("pause", [0.02, 0.0])
+def test_a_server_that_drips_does_not_stretch_the_deadline(
+    stub: Stub, open_to: Callable[..., Node], pause: float
+) -> None:
+    """The deadline is for the whole exchange, not for each byte of it."""
+    stub.on("PING", dripped(bulk(b"x" * 1_000_000), pause))
+    started = time.monotonic()
+    with pytest.raises(Lost) as caught, open_to(stub.url).link() as link:
+        ask(link, PING, 0.2)
+    assert caught.value.code == "timeout"
+    assert time.monotonic() - started < 1.5
+
+
+def test_the_replies_before_a_break_are_kept(stub: Stub, open_to: Callable[..., Node]) -> None:
+    """What was answered before the connection closed in mid-reply is known; the rest is not."""
+    stub.on("PING", simple("one"), simple("two"), cut(bulk(b"three"), 6))
+    with pytest.raises(Lost) as caught, open_to(stub.url).link() as link:
+        link.exchange(PING * 4, 4, time.monotonic() + 5)
+    assert caught.value.replies == [b"one", b"two"]
+    assert caught.value.code == "connection"
+
+
+def test_bytes_that_are_no_protocol_break_the_connection(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Garbage is a broken connection, not a crash."""
+    stub.on("PING", Answer(b"<html>\r\n"))
+    with pytest.raises(Lost) as caught, open_to(stub.url).link() as link:
+        ask(link, PING)
+    assert caught.value.code == "connection"
+
+
+ODD_LINKS: dict[str, Answer] = {
+    "one reply too many": Answer(b"+PONG\r\n+PONG\r\n"),
+    "half a reply too many": Answer(b"+PONG\r\n$5"),
+    "closed after the reply": Answer(b"+PONG\r\n", closes=True),
+}
+
+
+@pytest.mark.parametrize("answer", ODD_LINKS.values(), ids=ODD_LINKS)
+def test_a_link_that_holds_more_than_was_asked_is_not_used_again(
+    stub: Stub, open_to: Callable[..., Node], answer: Answer
+) -> None:
+    """A reply nobody asked for must not answer the next command."""
+    stub.on("PING", answer, simple("right"))
+    node = open_to(stub.url)
+    with node.link() as link:
+        assert ask(link, PING) == b"PONG"
+    with node.link() as link:
+        assert ask(link, PING) == b"right"
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_replaced(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """A restart between two rounds costs a new connection and no lost command."""
+    node = open_to(stub.url)
+    handshake(node)
+    stub.hang_up()
+    with node.link() as link:
+        assert ask(link, PING) == b"OK"
+    assert stub.connections == 2
+
+
+def test_an_interrupt_closes_the_link_it_hit(stub: Stub, open_to: Callable[..., Node]) -> None:
+    """Replies that nobody read must not meet the next command."""
+    node = open_to(stub.url)
+    with pytest.raises(KeyboardInterrupt), node.link():
+        raise KeyboardInterrupt
+    handshake(node)
+    assert stub.connections == 2
+
+
+def test_a_link_is_used_again(stub: Stub, open_to: Callable[..., Node]) -> None:
+    """Links in a row are one connection."""
+    node = open_to(stub.url)
+    for _ in range(5):
+        with node.link() as link:
+            ask(link, PING)
+    assert stub.connections == 1
+
+
+def test_error_replies_are_values_in_their_place(stub: Stub, open_to: Callable[..., Node]) -> None:
+    """An error in a pipeline is the reply of its command alone, inside an array too."""
+    stub.on("PING", error("OOM no"), array(error("ERR x"), integer(1)), simple("fine"))
+    with open_to(stub.url).link() as link:
+        replies = link.exchange(PING * 3, 3, time.monotonic() + 5)
+    assert repr(replies) == "[ReplyError('OOM no'), [ReplyError('ERR x'), 1], b'fine']"
+
+
+def test_an_error_text_of_any_bytes_is_read(stub: Stub, open_to: Callable[..., Node]) -> None:
+    """Case "Binary job ids": an error that quotes an id which is not UTF-8 is still an error."""
+    stub.on("PING", error(b"EMQSTATE JOB\xff\xfe is not native"))
+    with open_to(stub.url).link() as link:
+        reply = ask(link, PING)
+    assert isinstance(reply, wire.ReplyError)
+    assert reply.code == "EMQSTATE"
+    assert str(reply).isprintable()
+
+
+ASTRAY = ("READONLY", "MASTERDOWN", "LOADING", "NOAUTH")
+AT_HOME = ("BUSY", "OOM", "MISCONF", "CLUSTERDOWN", "TRYAGAIN", "NOPERM", "EMQSTATE", "ERR")
+
+
+def test_some_errors_mean_that_the_connection_leads_to_the_wrong_server() -> None:
+    """Case "READONLY from a demoted primary": these drop the connection, the others keep it."""
+    dropped = [
+        code for code in ASTRAY + AT_HOME if nodes.leads_astray(wire.ReplyError(f"{code} x"))
+    ]
+    assert dropped == list(ASTRAY)
+    assert nodes.leads_astray(wire.ReplyError("ERR unknown command 'EMQ.PROMOTE'"))
+    assert nodes.leads_astray(wire.ReplyError("ERR Error running script: -READONLY You can't"))
+    assert nodes.leads_astray(wire.ShapeError("EMQ.PROMOTE", None))
+
+
+# --- a dead node --------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """Stands in for `time` in the node's module."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    clock = FakeTime()
+    monkeypatch.setattr(nodes, "time", clock)
+    return clock
+
+
+class DeadServer:
+    """Counts the tries to reach it."""
+
+    def __init__(self) -> None:
+        self.dials = 0
+
+    def dial(self) -> Any:
+        self.dials += 1
+        raise ConnectionRefusedError("nobody there")
+
+
+def pauses(node: Node, server: DeadServer, clock: FakeTime, count: int) -> list[float]:
+    """How long the node waits after each of its failures, to 10 ms."""
+    found = []
+    for _ in range(count):
+        with pytest.raises(Unreachable):
+            handshake(node)
+        dials, since = server.dials, clock.now
+        while server.dials == dials:
+            clock.now += 0.01
+            with pytest.raises(Unreachable):
+                handshake(node)
+        found.append(round(clock.now - since, 2))
+        # The try that ended the wait was a failure of its own: let it pass.
+        clock.now += 60
+    return found
+
+
+def test_the_pause_before_a_dead_node_is_tried_again_doubles_to_its_cap(
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Back-off: each failure doubles the pause, up to the cap; a success starts afresh."""
+    monkeypatch.setattr(random, "uniform", max)
+    server = DeadServer()
+    found = pauses(Node("here", server.dial, 1), server, clock, 5)
+    # Each measurement takes two failures.
+    assert found == pytest.approx([0.1, 0.4, 1.6, 5.0, 5.0], abs=0.02)
+
+
+@pytest.mark.parametrize("part", [0.5, 0.75])
+def test_the_pause_is_jittered_in_its_upper_half(
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch, part: float
+) -> None:
+    """Replicas that lost one node do not come back in step, and none comes back at once."""
+
+    def uniform(least: float, most: float) -> float:
+        assert (least, most) == (0.5, 1)
+        return part
+
+    monkeypatch.setattr(random, "uniform", uniform)
+    server = DeadServer()
+    found = pauses(Node("here", server.dial, 1), server, clock, 4)
+    assert found == pytest.approx([part * p for p in (0.1, 0.4, 1.6, 5.0)], abs=0.02)
+
+
+def test_a_node_may_be_dead_for_days(clock: FakeTime) -> None:
+    """The ten-thousandth failure is answered like the tenth."""
+    server = DeadServer()
+    node = Node("here", server.dial, 1)
+    for _ in range(10_000):
+        with pytest.raises(Unreachable, match="nobody there"):
+            handshake(node)
+        clock.now += nodes.BACKOFF_CAP_SECONDS
+    assert server.dials == 10_000
+
+
+def test_a_node_that_backs_off_says_why_and_is_not_dialled(clock: FakeTime) -> None:
+    """Within the pause the last fault is the answer."""
+    server = DeadServer()
+    node = Node("here", server.dial, 1)
+    for expected in (Unreachable, BackingOff, BackingOff):
+        with pytest.raises(expected, match="nobody there"):
+            handshake(node)
+    assert server.dials == 1
+
+
+def test_threads_that_need_a_connection_dial_one_at_a_time(clock: FakeTime) -> None:
+    """A black hole costs one connect timeout, not one for each thread."""
+    dialled, release = threading.Event(), threading.Event()
+    dials = []
+
+    def dial() -> Any:
+        dials.append(threading.get_ident())
+        dialled.set()
+        assert release.wait(10)
+        raise ConnectionRefusedError("nobody there")
+
+    node = Node("here", dial, 1)
+    faults: list[Exception] = []
+
+    def use() -> None:
+        try:
+            handshake(node)
+        except Unreachable as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert dialled.wait(10)
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(dials) == 1
+    assert [type(fault) for fault in faults].count(BackingOff) == 7
+
+
+# --- the server's clock -------------------------------------------------------------------------
+
+SECONDS = st.floats(0, 5)
+# Server clocks are Unix times; monotonic ones start anywhere.
+OFFSETS = st.floats(-2e9, 2e9)
+READINGS = st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=20)
+# A double of 2e9 seconds holds a quarter of a microsecond.
+TOLERANCE = 1e-5
+
+
+@given(OFFSETS, READINGS)
+def test_an_instant_is_never_converted_too_early_nor_later_than_a_round_trip(
+    offset: float, readings: list[tuple[float, float, float]]
+) -> None:
+    """A sweep sent before its due time would move nothing; late by the last round trip at most."""
+    clock, now = ServerClock(), 1_000.0
+    for idle, there, back in readings:
+        sent = now + idle
+        now = sent + there + back
+        clock.observe(sent, now, (sent + there - offset) * 1000)
+        late_by = clock.to_monotonic((now - offset) * 1000) - now
+        assert -TOLERANCE <= late_by <= there + back + TOLERANCE
+
+
+@given(OFFSETS, st.floats(-1e6, 1e6).filter(lambda step: abs(step) > 0.3))
+def test_a_step_of_the_servers_clock_is_followed_at_once(offset: float, step: float) -> None:
+    """Bounds that contradict the known ones replace them, in both directions."""
+    clock = ServerClock()
+    for now, shift in ((1_000.0, 0.0), (1_001.0, step)):
+        clock.observe(now, now + 0.1, (now + 0.05 - offset - shift) * 1000)
+    late_by = clock.to_monotonic((1_002 - offset - step) * 1000) - 1_002
+    assert -TOLERANCE <= late_by <= 0.1 + TOLERANCE
+
+
+def test_a_better_reading_is_kept_until_it_is_old() -> None:
+    """The tightest recent bounds count; after the window a looser reading replaces them."""
+    clock = ServerClock()
+    clock.observe(0.0, 0.002, 1.0)
+    clock.observe(1.0, 1.5, 1_001.0)
+    assert clock.to_monotonic(2_000) == pytest.approx(2.001)
+    clock.observe(11.0, 11.5, 11_001.0)
+    assert clock.to_monotonic(12_000) == pytest.approx(12.499)
+
+
+def test_a_real_server_is_reached_over_a_unix_socket_with_a_password_file(
+    start_node: Callable[..., DevNode], open_to: Callable[..., Node], tmp_path: Path
+) -> None:
+    """The way through a real server: socket file, AUTH from the file, SELECT, fence."""
+    path = Path(os.path.relpath(tmp_path / "valkey.sock"))
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2\n")
+    server = start_node(
+        extra_args=("--unixsocket", str(path.absolute()), "--requirepass", "hunter2")
+    )
+    node = open_to(f"unix://{path.absolute()}", password_file=str(secret))
+    handshake(node)
+    assert node.identity is not None
+    assert node.identity.version == server.version.split()[1]

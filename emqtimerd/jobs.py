@@ -27,14 +27,17 @@ and its producer::
         jobs.enqueue(b"ship 17")
         jobs.schedule(b"remind 17", in_ms=60_000)
 
-A handler that may outlast its lease calls `jobs.extend(job, lease_ms=30_000)` now and then, from any thread.
+A handler that may outlast its lease calls `jobs.extend(job, lease_ms=30_000)` now and then, from
+any thread.
 
-Each call is one command, sent once. Nothing is sent again behind the caller's back: when the reply is lost, the call raises
-`OutcomeUnknown` and the caller decides. Repeating is safe for every verb but a claim (which may have leased a job that
-nobody works on until its lease ends): pass `enqueue` and `schedule` an id from `mint_id`, and a repeat that finds its own
-first try raises `DuplicateJob`; a settling verb that had already worked raises another `Refused`.
+Each call is one command, sent once. Nothing is sent again behind the caller's back: when the reply
+is lost, the call raises `OutcomeUnknown` and the caller decides. Repeating is safe for every verb
+but a claim (which may have leased a job that nobody works on until its lease ends): pass `enqueue`
+and `schedule` an id from `mint_id`, and a repeat that finds its own first try raises
+`DuplicateJob`; a settling verb that had already worked raises another `Refused`.
 
-The client speaks to one standalone node. `PROMOTE` and `STALLED.CHECK` are not here: they belong to the daemon.
+The client speaks to one standalone node. `PROMOTE` and `STALLED.CHECK` are not here: they belong to
+the daemon.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ __all__ = [
     "mint_id",
 ]
 
-# The daemon's own defaults (`node.connect_timeout`, `node.timeout`), so that both give up on a node at the same moment.
+# The daemon's own defaults (`node.connect_timeout`, `node.timeout`), so that both give up on a node
+# at the same moment.
 CONNECT_TIMEOUT_SECONDS = 3.0
 TIMEOUT_SECONDS = 5.0
 
@@ -101,7 +105,9 @@ class Unreachable(JobsError):
 
 
 class FenceRefused(JobsError):
-    """The server is not an EMQ node of this wire: a token is missing, or the brand is absent or foreign."""
+    """The server is not an EMQ node of this wire: a token is missing, or the brand is absent or
+    foreign.
+    """
 
 
 class OutcomeUnknown(JobsError):
@@ -117,7 +123,9 @@ class NodeError(JobsError):
 
 
 class Refused(JobsError):
-    """The node looked at the job and refused, and wrote nothing; for a worker: the job is not yours any more."""
+    """The node looked at the job and refused, and wrote nothing; for a worker: the job is not yours
+    any more.
+    """
 
 
 class WrongKind(Refused):
@@ -178,8 +186,8 @@ class Job:
 
 # Crockford's base 32: in ASCII order, so that texts sort as the numbers they stand for.
 _ALPHABET = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-# 80 bits beside 48 bits of milliseconds: two processes that mint a million ids in one millisecond still meet only once
-# in 10^12 such milliseconds.
+# 80 bits beside 48 bits of milliseconds: two processes that mint a million ids in one millisecond
+# still meet only once in 10^12 such milliseconds.
 _RANDOM_BITS = 80
 
 
@@ -205,9 +213,9 @@ _mint = _Mint()
 
 
 def _reseed() -> None:
-    # A forked child that counted on from its parent's last id would mint the parent's next ids. A new lock as well: the
-    # parent's may have been held by another thread at the moment of the fork.
-    global _mint
+    # A forked child that counted on from its parent's last id would mint the parent's next ids. A
+    # new lock as well: the parent's may have been held by another thread at the moment of the fork.
+    global _mint  # noqa: PLW0603  (the child's own is the point)
     _mint = _Mint()
 
 
@@ -216,12 +224,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def mint_id() -> bytes:
-    """Make a job id that no other call has made and that sorts after all ids made before it in this process.
+    """Make a job id that no other call has made and that sorts after all ids made before it in this
+    process.
 
-    The id is `JOB` and 26 characters of Crockford's base 32 (the shape of a ULID): 48 bits of milliseconds since 1970, then
-    80 random bits. Ids of different processes sort by the clocks of their machines, to the millisecond; within a process
-    the order is strict, since a second id in the same millisecond (or after the clock went back) is the one before plus one.
-    `pending` serves equal scores in byte order, so that order is the order in which jobs are claimed.
+    The id is `JOB` and 26 characters of Crockford's base 32 (the shape of a ULID): 48 bits of
+    milliseconds since 1970, then 80 random bits. Ids of different processes sort by the clocks of
+    their machines, to the millisecond; within a process the order is strict, since a second id in
+    the same millisecond (or after the clock went back) is the one before plus one. `pending` serves
+    equal scores in byte order, so that order is the order in which jobs are claimed.
     """
     return _mint.next()
 
@@ -229,9 +239,10 @@ def mint_id() -> bytes:
 class Jobs:
     """The job verbs of one queue, over connections of its own; safe to share between threads.
 
-    `node` is a URL (`redis://`, `rediss://`, `valkey://`, `valkeys://`, `unix://`) or a `redis.Redis`, whose connection
-    settings are copied (but not its retries) and which is not used otherwise. Every new connection passes the fence of
-    the wire before its first verb: tokens, then brand.
+    `node` is a URL (`redis://`, `rediss://`, `valkey://`, `valkeys://`, `unix://`) or a
+    `redis.Redis`, whose connection settings are copied (but not its retries) and which is not used
+    otherwise. Every new connection passes the fence of the wire before its first verb: tokens, then
+    brand.
     """
 
     def __init__(
@@ -252,7 +263,7 @@ class Jobs:
         self._schedule = queue_key(queue, "schedule")
         self._dead = queue_key(queue, "dead")
         if isinstance(node, str):
-            given: dict[str, Any] = dict(parse_url(_redis_scheme(node)))
+            given: dict[str, Any] = parse_url(_redis_scheme(node))  # type: ignore[no-untyped-call]
         else:
             pool = node.connection_pool
             given = {**pool.connection_kwargs, "connection_class": pool.connection_class}
@@ -289,7 +300,9 @@ class Jobs:
         in_ms: int | None = None,
         job_id: bytes | None = None,
     ) -> bytes:
-        """Add a job that is due `at_ms` (server clock, milliseconds since 1970) or `in_ms` from now, and return its id."""
+        """Add a job that is due `at_ms` (server clock, milliseconds since 1970) or `in_ms` from
+        now, and return its id.
+        """
         job_id = mint_id() if job_id is None else job_id
         row = row_key(self.queue, job_id)
         when = _when(at_ms, in_ms)
@@ -319,7 +332,9 @@ class Jobs:
     # What a worker says.
 
     def claim(self, lease_ms: int) -> Job | None:
-        """Lease the first pending job for `lease_ms`; None when there is none to be had or the queue is paused."""
+        """Lease the first pending job for `lease_ms`; None when there is none to be had or the
+        queue is paused.
+        """
         reply = self._send("EMQ.CLAIM", 3, self._pending, self._active, self._base, lease_ms)
         match reply:
             case []:
@@ -341,7 +356,9 @@ class Jobs:
         )
 
     def extends(self, jobs: Iterable[Job], lease_ms: int) -> list[bytes]:
-        """Extend many leases in one command, and return the ids of the jobs that could not be extended."""
+        """Extend many leases in one command, and return the ids of the jobs that could not be
+        extended.
+        """
         pairs = [part for job in jobs for part in (job.id, job.token)]
         if not pairs:
             return []
@@ -362,7 +379,9 @@ class Jobs:
     def fail(
         self, job: Job, error: str | bytes, *, delay_ms: int, max_attempts: int
     ) -> Literal["scheduled", "dead"]:
-        """Settle a try as failed: the job runs again after `delay_ms`, or is dead once it failed `max_attempts` times."""
+        """Settle a try as failed: the job runs again after `delay_ms`, or is dead once it failed
+        `max_attempts` times.
+        """
         # An error text that cannot be encoded must not keep the job from being settled.
         text = error.encode("utf-8", "backslashreplace") if isinstance(error, str) else error
         row = row_key(self.queue, job.id)
@@ -434,7 +453,8 @@ class Jobs:
         return reply
 
     def _send(self, *command: str | bytes | int) -> Any:
-        # Not through `Redis.execute_command`: only here can a failed connect (nothing sent) be told from a lost reply.
+        # Not through `Redis.execute_command`: only here can a failed connect (nothing sent) be told
+        # from a lost reply.
         try:
             connection: Any = self._pool.get_connection()
         except RedisError as error:
@@ -484,7 +504,8 @@ def _pass_fence(connection: Any) -> None:
         if problem is None:
             raise
     if problem is not None:
-        # redis-py closes the socket after its own errors only, and would hand this one out as connected.
+        # redis-py closes the socket after its own errors only, and would hand this one out as
+        # connected.
         connection.disconnect()
         raise FenceRefused(f"not an EMQ node of this wire: {problem}")
 
@@ -500,7 +521,8 @@ def _fence_problem(tokens: Any, brand: Any) -> str | None:
 
 
 def _is_reply(error: RedisError) -> bool:
-    # LOADING and NOAUTH are connection errors to redis-py, but they are replies: the command was not carried out.
+    # LOADING and NOAUTH are connection errors to redis-py, but they are replies: the command was
+    # not carried out.
     if type(error) in _CODES:
         return True
     return not isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError))

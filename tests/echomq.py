@@ -1,6 +1,7 @@
 """An EMQ queue as the contract describes it: a plain-Python model of it, and eyes on a real one.
 
-The keys are spelled here a second time on purpose: a test that took them from `emqtimerd.wire` would agree with its mistakes.
+The keys are spelled here a second time on purpose: a test that took them from `emqtimerd.wire`
+would agree with its mistakes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import redis
 BRAND_KEY = b"{emq}:version"
 BRAND = b"echomq:6.0.0"
 TOKENS = (
-    b"enqueue claim claim.pause extend extends complete.flat schedule promote reschedule delay fail.flat reprocess requeue"
-    b" stalled.check"
+    b"enqueue claim claim.pause extend extends complete.flat schedule promote reschedule delay"
+    b" fail.flat reprocess requeue stalled.check"
 )
 
 SETS = ("pending", "active", "schedule", "dead")
@@ -67,7 +68,9 @@ def base(queue: str) -> bytes:
 
 @functools.cache
 def client_of(url: str) -> redis.Redis:
-    """A client that sends each command once and changes no reply; the same for all tests of a server."""
+    """A client that sends each command once and changes no reply; the same for all tests of a
+    server.
+    """
     client = redis.Redis.from_url(url, protocol=2, socket_timeout=30, socket_connect_timeout=5)
     client.response_callbacks.clear()
     return client
@@ -171,9 +174,11 @@ def row(state: bytes, **fields: bytes | int) -> dict[bytes, bytes]:
 
 @dataclass
 class Queue:
-    """The model: one queue, and what each verb makes of it. Every method returns the reply that the contract gives.
+    """The model: one queue, and what each verb makes of it. Every method returns the reply that the
+    contract gives.
 
-    `now` is the window in which the real command ran; due means that the whole window is past the score.
+    `now` is the window in which the real command ran; due means that the whole window is past the
+    score.
     """
 
     name: str

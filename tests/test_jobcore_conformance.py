@@ -1,6 +1,8 @@
-"""Every verb of the job core, as tables: what the server holds, what is said, what it answers, what it holds then.
+"""Every verb of the job core, as tables: what the server holds, what is said, what it answers, what
+it holds then.
 
-A case names the keys that change; all others, of the whole server, must stay as they were. A refusal changes nothing.
+A case names the keys that change; all others, of the whole server, must stay as they were. A
+refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +13,6 @@ from typing import Any
 
 import pytest
 import redis
-
-from emqtimerd.devnode import DevNode
-
 from echomq import (
     BRAND,
     BRAND_KEY,
@@ -33,6 +32,8 @@ from echomq import (
     send_timed,
     write_keyspace,
 )
+
+from emqtimerd.devnode import DevNode
 
 
 @pytest.fixture(name="client")
@@ -153,7 +154,9 @@ def stalled_check(max_stalled: Any = 1, limit: Any = 100) -> Call:
 Before = dict[bytes, Any]
 
 HELD = row(b"active", attempts=1, lease_epoch=EARLIER)
-"""A row with a lease, taken in an earlier server process: what a verb stamps, and what it leaves, both show."""
+"""A row with a lease, taken in an earlier server process: what a verb stamps, and what it leaves,
+both show.
+"""
 
 
 def held(job_id: bytes = J, score: float = FAR, **fields: bytes | int) -> Before:
@@ -894,7 +897,7 @@ PROMOTE = [
 def expired(
     *job_ids: bytes, epoch: Any = THIS, stalled: bytes | int | None = None, **fields: bytes | int
 ) -> Before:
-    """Leases that have run out, one millisecond after the other; `epoch` None is a script's lease."""
+    """Leases that ran out, one millisecond after the other; `epoch` None is a script's lease."""
     extra: dict[str, Any] = dict(fields) if stalled is None else {"stalled": stalled, **fields}
     rows = {rk(job_id): row(b"active", attempts=1, **extra) for job_id in job_ids}
     if epoch is not None:
@@ -955,7 +958,7 @@ STALLED = [
     ),
     *(
         Case(
-            f"{'same epoch' if epoch is THIS else 'unstamped'}, stalled {before}, budget {budget} is spent",
+            f"{'same epoch' if epoch is THIS else 'unstamped'}, stalled {before}, {budget} spent",
             expired(J, epoch=epoch, stalled=before),
             stalled_check(budget),
             [[], [J]],
@@ -1369,7 +1372,7 @@ NO_BUDGETS = (*NO_NUMBERS, -1, -(1 << 63))
 @pytest.mark.parametrize(
     ("before", "call_with", "numbers"),
     [
-        pytest.param(waiting(), lambda n: claim(n), NO_TIMES, id="CLAIM-lease_ms"),
+        pytest.param(waiting(), claim, NO_TIMES, id="CLAIM-lease_ms"),
         pytest.param(held(), lambda n: extend(lease_ms=n), NO_TIMES, id="EXTEND-lease_ms"),
         pytest.param(held(), lambda n: extends(lease_ms=n), NO_TIMES, id="EXTENDS-lease_ms"),
         pytest.param({}, lambda n: schedule(ms=n), NO_TIMES, id="SCHEDULE-at"),
@@ -1392,9 +1395,7 @@ NO_BUDGETS = (*NO_NUMBERS, -1, -(1 << 63))
         pytest.param(
             expired(J), lambda n: stalled_check(2, n), NO_LIMITS, id="STALLED.CHECK-limit"
         ),
-        pytest.param(
-            expired(J), lambda n: stalled_check(n), NO_BUDGETS, id="STALLED.CHECK-max_stalled"
-        ),
+        pytest.param(expired(J), stalled_check, NO_BUDGETS, id="STALLED.CHECK-max_stalled"),
     ],
 )
 def test_number_out_of_bounds(

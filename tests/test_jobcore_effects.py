@@ -1,4 +1,6 @@
-"""What the job core leaves behind: for replicas and files, for transactions, scripts and ACLs, and for a cluster."""
+"""What the job core leaves behind: for replicas and files, for transactions, scripts and ACLs, and
+for a cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import Any, Protocol
 
 import pytest
 import redis
-
 from conftest import SERVERS, wait_until
 from echomq import (
     FAR,
@@ -20,6 +21,7 @@ from echomq import (
     send_all,
     write_keyspace,
 )
+
 from emqtimerd.devnode import DevNode
 
 each_server = pytest.mark.parametrize("kind", SERVERS)
@@ -161,7 +163,9 @@ def info(client: redis.Redis, section: str) -> dict[bytes, bytes]:
 def test_replica_and_files_hold_the_same_data(
     start_node: Callable[..., DevNode], kind: str, seed: int
 ) -> None:
-    """After any history the primary, its replica and the server that comes back after a kill hold the same data."""
+    """After any history the primary, its replica and the server that comes back after a kill hold
+    the same data.
+    """
     primary_node = start_node(kind, extra_args=AT_ONCE)
     follow = ("--replicaof", "127.0.0.1", str(primary_node.port))
     replica_node = start_node(kind, extra_args=follow, brand=False)
@@ -239,7 +243,9 @@ def appended(node: DevNode, act: Callable[[], Any]) -> list[list[bytes]]:
 
 @each_server
 def test_effects_of_each_verb(start_node: Callable[..., DevNode], kind: str) -> None:
-    """Each verb leaves one transaction of plain writes, as few as its ids allow; a refusal or an empty sweep none."""
+    """Each verb leaves one transaction of plain writes, as few as its ids allow; a refusal or an
+    empty sweep none.
+    """
     node = start_node(kind)
     client = client_of(node.url)
 
@@ -297,9 +303,16 @@ def test_effects_of_each_verb(start_node: Callable[..., DevNode], kind: str) -> 
 # --- transactions and scripts -------------------------------------------------------------------
 
 
+def send_in_turn(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
+    """Send commands one by one over one connection; a pipeline would take MULTI for its own."""
+    return [client.execute_command(*command) for command in commands]  # type: ignore[no-untyped-call]
+
+
 @each_server
 def test_in_a_transaction(start_node: Callable[..., DevNode], kind: str) -> None:
-    """In MULTI the verbs answer as elsewhere, a refused one spoils no other, and all effects are one transaction."""
+    """In MULTI the verbs answer as elsewhere, a refused one spoils no other, and all effects are
+    one transaction.
+    """
     node = start_node(kind)
     client = client_of(node.url)
     transaction = (
@@ -310,9 +323,7 @@ def test_in_a_transaction(start_node: Callable[..., DevNode], kind: str) -> None
     replies: list[Any] = []
 
     def act() -> None:
-        with client.client() as one:
-            for command in (*transaction, ("EXEC",)):
-                replies.append(one.execute_command(*command))  # type: ignore[no-untyped-call]
+        replies.extend(send_in_turn(client, *transaction, ("EXEC",)))
 
     written = [words[0].upper() for words in appended(node, act)]
     *queued, result = replies
@@ -350,11 +361,11 @@ def test_watched_keys(start_node: Callable[..., DevNode], kind: str) -> None:
         (schedule(b"JOB2"), SCHEDULE, True),
         (promote(), PENDING, True),
     ):
-        with client.client() as watcher:
-            for word in (("WATCH", key), ("MULTI",), ("PING",)):
-                watcher.execute_command(*word)  # type: ignore[no-untyped-call]
-            send(client, *command)
-            result = watcher.execute_command("EXEC")  # type: ignore[no-untyped-call]
+        watcher = client.client()  # type: ignore[no-untyped-call]
+        send_in_turn(watcher, ("WATCH", key), ("MULTI",), ("PING",))
+        send(client, *command)
+        (result,) = send_in_turn(watcher, ("EXEC",))
+        watcher.close()
         assert (result is None) == stopped, (command, key)
 
 
@@ -363,7 +374,7 @@ CALL = "return redis.call(ARGV[1], unpack(ARGV, 2))"
 
 @each_server
 def test_in_a_script(start_node: Callable[..., DevNode], kind: str) -> None:
-    """A writing script may call any verb; the replies, the refusals and the effects are the same."""
+    """A writing script may call any verb: replies, refusals and effects are the same."""
     node = start_node(kind)
     client = client_of(node.url)
 
@@ -402,7 +413,7 @@ def test_in_a_script(start_node: Callable[..., DevNode], kind: str) -> None:
 
 @each_server
 def test_where_writing_is_not_allowed(start_node: Callable[..., DevNode], kind: str) -> None:
-    """A read-only script and a replica refuse every verb but the version, and hold what they held."""
+    """A read-only script and a replica refuse every verb but the version, and write nothing."""
     node = start_node(kind, extra_args=AT_ONCE)
     follow = ("--replicaof", "127.0.0.1", str(node.port))
     client = client_of(node.url)
@@ -461,7 +472,9 @@ def test_getkeys(any_node: DevNode) -> None:
 
 
 def test_command_info(any_node: DevNode) -> None:
-    """Flags and key specs are what the verbs are: writes with movable keys, and only adding a job takes memory."""
+    """Flags and key specs are what the verbs are: writes with movable keys, and only adding a job
+    takes memory.
+    """
     client = client_of(any_node.url)
     for command in EVERY_VERB:
         (entry,) = send(client, "COMMAND", "INFO", command[0])
@@ -488,7 +501,7 @@ def test_acl_categories(any_node: DevNode) -> None:
 
 @each_server
 def test_acl_key_patterns_bind(start_node: Callable[..., DevNode], kind: str) -> None:
-    """A user of one queue touches no other, in either form; a user without a verb does not get it."""
+    """A user of one queue touches no other, in either form; a verb not granted is refused."""
     node = start_node(kind)
     admin = client_of(node.url)
     send(admin, "ACL", "SETUSER", "a", "on", ">a", "~emq:{orders}:*", "+@all")
@@ -534,7 +547,7 @@ def test_acl_key_patterns_bind(start_node: Callable[..., DevNode], kind: str) ->
 
 @each_server
 def test_out_of_memory(start_node: Callable[..., DevNode], kind: str) -> None:
-    """When memory is used up no job can be added, and every job that is there can still be settled."""
+    """When memory is used up no job can be added, and every job can still be settled."""
     client = client_of(start_node(kind).url)
     send_all(client, [schedule(b"JOB%d" % number) for number in range(9)])
     send(client, "CONFIG", "SET", "maxmemory", 1)
@@ -559,7 +572,9 @@ CLUSTER = ("--cluster-enabled", "yes")
 
 @each_server
 def test_cluster_of_one(start_node: Callable[..., DevNode], kind: str) -> None:
-    """A node that owns every slot runs the verbs of any queue, and refuses keys of two queues itself."""
+    """A node that owns every slot runs the verbs of any queue, and refuses keys of two queues
+    itself.
+    """
     client = client_of(start_node(kind, extra_args=CLUSTER).url)
     send(client, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
     wait_until(
@@ -577,18 +592,21 @@ def test_cluster_of_one(start_node: Callable[..., DevNode], kind: str) -> None:
 
 
 def test_cluster_of_two(start_node: Callable[..., DevNode]) -> None:
-    """A node answers MOVED for a queue that another node owns, in both forms of the base, and writes nothing."""
+    """A node answers MOVED for a queue that another node owns, in both forms of the base, and
+    writes nothing.
+    """
     nodes = [start_node(extra_args=CLUSTER) for _ in range(2)]
     here, there = (client_of(node.url) for node in nodes)
     slot = send(here, "CLUSTER", "KEYSLOT", BASE)
     for client, first, last in ((here, 0, slot - 1), (there, slot, 16383)):
         send(client, "CLUSTER", "ADDSLOTSRANGE", first, last)
     send(here, "CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
-    for client in (here, there):
-        wait_until(
-            lambda client=client: b"cluster_state:ok" in send(client, "CLUSTER", "INFO"),  # type: ignore[misc]
-            "both nodes know each other",
-        )
+    wait_until(
+        lambda: all(
+            b"cluster_state:ok" in send(client, "CLUSTER", "INFO") for client in (here, there)
+        ),
+        "both nodes know each other",
+    )
     for command in EVERY_VERB:
         moved = send(here, *command)
         assert isinstance(moved, Refusal)

@@ -1,15 +1,14 @@
-"""Hostile calls: any verb with any number of keys, any words, on any data. The server stays up and keeps its promises.
+"""Hostile calls: any verb with any number of keys, any words, on any data. The server stays up and
+keeps its promises.
 
-The calls are the same in every run. `EMQ_EXAMPLES=50000 pytest tests/test_jobcore_fuzz.py` tries that many others.
+The calls are the same in every run. `EMQ_EXAMPLES=50000 pytest tests/test_jobcore_fuzz.py` tries
+that many others.
 """
 
 from __future__ import annotations
 
 import os
 from typing import Any
-
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from echomq import (
     BRAND,
@@ -27,6 +26,9 @@ from echomq import (
     send_all,
     write_keyspace,
 )
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
 from emqtimerd.devnode import DevNode
 
 ASKED = os.environ.get("EMQ_EXAMPLES")
@@ -70,7 +72,7 @@ def rk(job_id: bytes) -> bytes:
 
 def a_queue(epoch: bytes) -> Keyspace:
     """A queue with something of everything, the broken things of other people included."""
-    held = {"attempts": 1, "lease_epoch": epoch}
+    held: dict[str, bytes | int] = {"attempts": 1, "lease_epoch": epoch}
     return {
         PENDING: {b"JOB1": 0.0, b"JOBghost": 0.0},
         ACTIVE: {b"JOB2": LONG_AGO, b"JOB3": FAR, b"JOBflow": LONG_AGO},
@@ -241,7 +243,9 @@ def kinds(keyspace: Keyspace) -> dict[bytes, str]:
 
 
 def test_any_call(node: DevNode) -> None:
-    """A refused call changes nothing; an accepted one only what a verb may change, in the queue that it names."""
+    """A refused call changes nothing; an accepted one only what a verb may change, in the queue
+    that it names.
+    """
     client = client_of(node.url)
     epoch = run_id(client)
 
@@ -278,7 +282,9 @@ def test_any_call(node: DevNode) -> None:
 
 
 def check_rows(before: Keyspace, after: Keyspace, call: tuple[Any, ...]) -> None:
-    """Rows that a call touched have one place, the one that their state names; ghosts and other people's rows stay as they are."""
+    """Rows that a call touched have one place, the one that their state names; ghosts and other
+    people's rows stay as they are.
+    """
     for key, fields in after.items():
         prefix, is_row, job_id = key.partition(b"job:")
         if not is_row or not isinstance(fields, dict) or before.get(key) == fields:

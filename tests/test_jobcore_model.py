@@ -1,6 +1,8 @@
-"""Random histories of every verb on a real server, compared step by step with a model in plain Python.
+"""Random histories of every verb on a real server, compared step by step with a model in plain
+Python.
 
-The histories are the same in every run. `EMQ_EXAMPLES=5000 pytest tests/test_jobcore_model.py` looks at that many others.
+The histories are the same in every run. `EMQ_EXAMPLES=5000 pytest tests/test_jobcore_model.py`
+looks at that many others.
 """
 
 from __future__ import annotations
@@ -9,17 +11,6 @@ import os
 from typing import Any
 
 import redis
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-
 from echomq import (
     BRAND,
     BRAND_KEY,
@@ -38,10 +29,22 @@ from echomq import (
     send_timed,
     write_keyspace,
 )
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
 from emqtimerd.devnode import DevNode
 
 ASKED = os.environ.get("EMQ_EXAMPLES")
-# 120 histories of up to 60 steps take about 15 s here, and reach each pair of verbs on one job many times over.
+# 120 histories of up to 60 steps take about 15 s here, and reach each pair of verbs on one job many
+# times over.
 EXAMPLES, STEPS = 400, 20
 
 QUEUE = "model"
@@ -132,7 +135,10 @@ class JobCore(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, name: str) -> bytes:
         """An id, most often one that is in this set."""
         members = sorted(self.model.sets[name])
-        return data.draw(st.sampled_from(members) if members and data.draw(often) else ids)
+        chosen: bytes = data.draw(
+            st.sampled_from(members) if members and data.draw(often) is True else ids
+        )
+        return chosen
 
     def due(self, moment: tuple[str, int], now: Within) -> Any:
         how, ms = moment
@@ -308,7 +314,8 @@ class JobCore(RuleBasedStateMachine):
         assert keyspace == self.model.keyspace()
         self.model.adopt_scores(keyspace)
 
-        # Once more on the server's own data, so that a mistake of the model cannot hide one of the job core.
+        # Once more on the server's own data, so that a mistake of the model cannot hide one of the
+        # job core.
         rows, places = job_rows(keyspace), job_places(keyspace)
         for job_id, fields in rows.items():
             assert places.pop(job_id) == [SET_OF_STATE[fields[b"state"]]]
@@ -323,8 +330,10 @@ def job_rows(keyspace: Keyspace) -> dict[bytes, dict[bytes, bytes]]:
     """The rows by id."""
     prefix = BASE + b"job:"
     return {
-        key[len(prefix) :]: dict(value) for key, value in keyspace.items() if key.startswith(prefix)
-    }  # type: ignore[arg-type]
+        key.removeprefix(prefix): value
+        for key, value in keyspace.items()
+        if key.startswith(prefix) and isinstance(value, dict)
+    }
 
 
 def job_places(keyspace: Keyspace) -> dict[bytes, list[str]]:

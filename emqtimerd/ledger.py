@@ -237,6 +237,20 @@ class Ledger:
             old = self._nodes
             self._nodes = {name: old.get(name) or NodeFacts(name) for name in names}
 
+    def record_quiet(self, verb: Verb, names: Sequence[str], finished_at: float) -> None:
+        """Take in the queues that a round swept and found empty: most of them, most of the time."""
+        with self._lock:
+            queues = self._queues
+            for name in names:
+                queue = queues.get(name)
+                if queue is not None:
+                    facts = queue.promote if verb == "promote" else queue.stalled_check
+                    facts.ok += 1
+                    facts.last_sweep = finished_at
+                    facts.due = None
+            if names:
+                self._good_rounds[verb] = self._monotonic()
+
     def record(self, verb: Verb, results: Sequence[SweepResult], duration_seconds: float) -> None:
         """Take in what one round did. Results of queues that were forgotten meanwhile are too."""
         now = self._monotonic()

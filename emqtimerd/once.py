@@ -115,7 +115,8 @@ def sweep_once(
             if dry_run:
                 results = [foresee(node, sweep) for sweep in sweeps]
             else:
-                results = run_round(node, sweeps, until=until, drain=drain, stop=stop)
+                # A new sweep is never quiet, so there is a result for each queue.
+                results = run_round(node, sweeps, until=until, drain=drain, stop=stop).results
             for queue, result in zip(report.queues, results, strict=True):
                 result.backlog &= drain
                 queue.add(result)

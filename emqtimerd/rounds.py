@@ -19,6 +19,7 @@ from emqtimerd.node import Node, NodeFault
 from emqtimerd.sweeper import (
     VERBS,
     MassExpiry,
+    Round,
     Sweep,
     SweepResult,
     Verb,
@@ -97,23 +98,23 @@ class Rounds:
             return []
         wakes: list[Wake] = []
         if verb == "promote":
-            results = self._sweep(due)
+            done = self._sweep(due)
         else:
-            wakes, results = self._check(due)
-        self._ledger.record(verb, results, time.monotonic() - started)
-        wakes += self._note_node(results)
-        self._chronicle.tell(results)
-        by_queue = {result.queue: result for result in results}
-        for duty in due:
-            wakes += self._follow(duty, by_queue[duty.sweep.queue])
+            wakes, done = self._check(due)
+        self._ledger.record_quiet(verb, done.quiet, done.finished_at)
+        self._ledger.record(verb, done.results, time.monotonic() - started)
+        wakes += self._note_node(done)
+        self._chronicle.tell(done.results)
+        for result in done.results:
+            wakes += self._follow(duties[verb, result.queue], result)
         return wakes
 
-    def _sweep(self, due: Sequence[_Duty], run_id: str | None = None) -> list[SweepResult]:
+    def _sweep(self, due: Sequence[_Duty], run_id: str | None = None) -> Round:
         until = time.monotonic() + SLICE_SECONDS
         sweeps = [duty.sweep for duty in due]
         return run_round(self.node, sweeps, until=until, run_id=run_id, stop=self._stop)
 
-    def _check(self, due: Sequence[_Duty]) -> tuple[list[Wake], list[SweepResult]]:
+    def _check(self, due: Sequence[_Duty]) -> tuple[list[Wake], Round]:
         """Check for expired leases where the grace after a restart is over; elsewhere only look."""
         try:
             # Which server process answers is known first, and only that one is then checked: a
@@ -127,11 +128,13 @@ class Rounds:
             looked = survey(self.node, [duty.sweep for duty in waiting])
             judge_mass_expiry(self.node, [duty.sweep for duty in ready])
         except NodeFault as fault:
-            return [], failed(self.node, [duty.sweep for duty in due], fault)
+            return [], Round(failed(self.node, [duty.sweep for duty in due], fault))
         wakes = [
             Wake("stalled_check", duty.sweep.queue, ends[duty.grace_seconds]) for duty in waiting
         ]
-        return wakes, looked + self._sweep(ready, run_id)
+        done = self._sweep(ready, run_id)
+        done.results += looked
+        return wakes, done
 
     def _follow(self, duty: _Duty, result: SweepResult) -> list[Wake]:
         """Set the pause after an error, and the wake for a backlog or for the next due time."""
@@ -152,16 +155,17 @@ class Rounds:
             return [Wake(sweep.verb, sweep.queue, result.next_due)]
         return []
 
-    def _note_node(self, results: Sequence[SweepResult]) -> list[Wake]:
+    def _note_node(self, done: Round) -> list[Wake]:
         """Tell ledger and chronicle how the node stands; after a restart look at all leases."""
-        node = self.node
+        node, results = self.node, done.results
         fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
         if fault is not None:
             self._ledger.node_down(node.name, fault.message)
             self._chronicle.node_down(node.name, fault)
             return []
         identity = node.identity
-        if identity is None or not any(result.passes or result.jobs for result in results):
+        worked = done.quiet or any(result.passes or result.jobs for result in results)
+        if identity is None or not worked:
             return []
         self._ledger.node_seen(node.name, identity)
         self._chronicle.node_up(node.name, identity)

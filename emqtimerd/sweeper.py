@@ -57,6 +57,11 @@ class Sweep:
     `limit`."""
     _packed: dict[tuple[int, bool], bytes] = field(default_factory=dict, repr=False)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is expected to move: such queues share the cheap way."""
+        return self.expected == 0 and not self.blocked and self.verb == "promote"
+
     def commands(self, limit: int, variant: bool = False) -> bytes:
         """The commands of one sweep without the peek, packed once.
 
@@ -158,6 +163,20 @@ class SweepResult:
 
 
 @dataclass(slots=True)
+class Round:
+    """What one round did: a result for each queue, but for those where there was nothing to do.
+
+    Ten thousand queues that are idle every second make no ten thousand objects.
+    """
+
+    results: list[SweepResult] = field(default_factory=list)
+    quiet: list[str] = field(default_factory=list)
+    """Queues that were swept once, with success, and had nothing in the set to sweep."""
+    finished_at: float = 0.0
+    """When the quiet queues were last swept, as a Unix time in seconds."""
+
+
+@dataclass(slots=True)
 class _Course:
     """One queue's way through the passes of a round."""
 
@@ -191,7 +210,7 @@ def run_round(
     drain: bool = True,
     run_id: str | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[SweepResult]:
+) -> Round:
     """Sweep the queues once with their verb, and again while they have a backlog.
 
     All sweeps have one verb. `until` is the instant of the monotonic clock after which no further
@@ -199,19 +218,36 @@ def run_round(
     one does not starve the others. With `run_id`, only that server process is swept: if another
     one answers by now, the queues are skipped.
     """
-    courses = [_Course.of(sweep, node) for sweep in sweeps]
+    done = Round()
+    idle: deque[Sweep] = deque()
+    courses: list[_Course] = []
+    for sweep in sweeps:
+        if sweep.idle:
+            idle.append(sweep)
+        else:
+            courses.append(_Course.of(sweep, node))
     waiting = deque(courses)
-    while waiting:
+    while idle or waiting:
         if stop() or time.monotonic() >= until:
             _leave(waiting)
+            _leave(stirred := [_Course.of(sweep, node) for sweep in idle])
+            courses += stirred
             break
-        batch = _take_batch(waiting)
-        fault = _exchange(node, batch, drain, run_id)
+        if idle:
+            page = [idle.popleft() for _ in range(min(len(idle), QUEUES_PER_EXCHANGE))]
+            batch, fault = _exchange_idle(node, page, done, drain, run_id)
+            courses += batch
+        else:
+            batch = _take_batch(waiting)
+            fault = _exchange(node, batch, drain, run_id)
         if fault is not None:
             _fail(waiting, fault)
+            _fail(stirred := [_Course.of(sweep, node) for sweep in idle], fault)
+            courses += stirred
             break
         waiting.extend(course for course in batch if course.again)
-    return [course.result for course in courses]
+    done.results = [course.result for course in courses]
+    return done
 
 
 def _take_batch(waiting: deque[_Course]) -> list[_Course]:
@@ -261,57 +297,107 @@ class _Answer:
     """The transaction was refused for its peek alone: nothing was swept."""
 
 
+@dataclass(slots=True)
+class _Received:
+    """What came back for one pipeline."""
+
+    replies: list[wire.Reply]
+    lost: Lost | None
+    """Why the rest of the replies is missing."""
+    now_ms: float | None
+    """The server's clock when the pipeline began; None where an ACL denies TIME."""
+    finished_at: float
+    astray: bool = False
+    """A reply says that this connection should not be used again."""
+
+
 def _exchange(
     node: Node, batch: list[_Course], drain: bool, run_id: str | None
 ) -> NodeFault | None:
     """Send one pipeline and read it into the results; return the fault that ends the round."""
     try:
         with node.link(run_id) as link:
-            fault, astray = _exchange_over(link, node, batch, drain)
-            if astray:
-                link.drop()
-                node.drop_idle()
-            return fault
+            units = [_unit(course, node.peek_allowed) for course in batch]
+            count = sum(unit.replies for unit in units)
+            received = _send(link, node, [unit.commands for unit in units], count)
+            position = 1
+            for course, unit in zip(batch, units, strict=True):
+                _digest(course, unit, position, received, node, drain)
+                position += unit.replies
+            _drop_if_astray(received, link, node)
+            return received.lost
     except NodeFault as fault:
         _fail(batch, fault)
         return fault
 
 
-def _exchange_over(
-    link: Link, node: Node, batch: list[_Course], drain: bool
-) -> tuple[NodeFault | None, bool]:
-    units = [_unit(course, node.peek_allowed) for course in batch]
-    commands = [wire.TIME, *(unit.commands for unit in units)]
-    count = 1 + sum(unit.replies for unit in units)
+def _exchange_idle(
+    node: Node, page: list[Sweep], done: Round, drain: bool, run_id: str | None
+) -> tuple[list[_Course], NodeFault | None]:
+    """Promote the queues that had nothing to do last time; return those where this changed."""
+    stirred: list[_Course] = []
+    try:
+        with node.link(run_id) as link:
+            commands = [sweep.commands(sweep.limit) for sweep in page]
+            received = _send(link, node, commands, 2 * len(page))
+            replies = received.replies
+            done.finished_at = received.finished_at
+            for position, sweep in zip(range(1, 2 * len(page), 2), page, strict=True):
+                if replies[position : position + 2] == _NOTHING:
+                    done.quiet.append(sweep.queue)
+                    continue
+                course = _Course.of(sweep, node)
+                stirred.append(course)
+                unit = _Unit(commands[position // 2], 2)
+                _digest(course, unit, position, received, node, drain)
+            _drop_if_astray(received, link, node)
+            return stirred, received.lost
+    except NodeFault as fault:
+        stirred = [_Course.of(sweep, node) for sweep in page]
+        _fail(stirred, fault)
+        return stirred, fault
+
+
+_NOTHING = [[], 0]
+"""No head, and nothing promoted."""
+
+
+def _send(link: Link, node: Node, commands: list[bytes], count: int) -> _Received:
     lost: Lost | None = None
     sent = time.monotonic()
     try:
-        replies = link.exchange(commands, count, sent + node.timeout_seconds)
+        replies = link.exchange([wire.TIME, *commands], 1 + count, sent + node.timeout_seconds)
     except Lost as fault:
         lost, replies = fault, fault.replies
-    now_ms = _observe_clock(node, sent, replies)
-    finished_at = time.time()
-    astray = False
-    position = 1
-    for course, unit in zip(batch, units, strict=True):
-        part = replies[position : position + unit.replies]
-        position += unit.replies
-        course.again = False
-        if lost is not None and len(part) < unit.replies:
-            course.result.unknown += 1
-            _fail([course], lost)
-            continue
-        answer = _read(course.result, unit, part, now_ms)
-        if answer.peek_refused:
-            node.peek_allowed = False
-            course.again = True
-        elif answer.error is not None:
-            astray |= leads_astray(answer.error)
-            _refuse(course, answer.error, answer.head, now_ms)
-        else:
-            course.result.finished_at = finished_at
-            _settle(course, answer, node, now_ms, drain)
-    return lost, astray
+    return _Received(replies, lost, _observe_clock(node, sent, replies), time.time())
+
+
+def _digest(
+    course: _Course, unit: _Unit, position: int, received: _Received, node: Node, drain: bool
+) -> None:
+    """Read one queue's replies into its result, and decide whether it goes on."""
+    course.again = False
+    part = received.replies[position : position + unit.replies]
+    if received.lost is not None and len(part) < unit.replies:
+        course.result.unknown += 1
+        _fail([course], received.lost)
+        return
+    answer = _read(course.result, unit, part, received.now_ms)
+    if answer.peek_refused:
+        node.peek_allowed = False
+        course.again = True
+    elif answer.error is not None:
+        received.astray |= leads_astray(answer.error)
+        _refuse(course, answer.error, answer.head, received.now_ms)
+    else:
+        course.result.finished_at = received.finished_at
+        _settle(course, answer, node, received.now_ms, drain)
+
+
+def _drop_if_astray(received: _Received, link: Link, node: Node) -> None:
+    if received.astray:
+        link.drop()
+        node.drop_idle()
 
 
 def _unit(course: _Course, peek_allowed: bool) -> _Unit:

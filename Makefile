@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORE := emqtimerd/devnode/jobcore
 SANITIZE := build/sanitize
-# More arguments for pytest: `make test ARGS='-k devnode'`.
+# More arguments for pytest or the benchmark: `make test ARGS='-k devnode'`.
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -31,7 +31,7 @@ lint: $(READY) ## check style, types, and the C code with warnings as errors
 	@$(CC) -std=c11 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -c -o /dev/null $(CORE).c
 
 bench: $(READY) $(CORE).so ## measure the job core's speed (takes minutes)
-	@$(BIN)/python -m bench
+	@$(BIN)/python bench/drain.py $(ARGS)
 
 # The runtime is not linked into the server, so it is preloaded, for the servers alone.
 sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run the tests with the job core under AddressSanitizer and UBSan

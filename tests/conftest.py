@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,20 @@ TEST_ARGS = (
 )
 
 SERVERS = ("valkey-9", "valkey-8.1", "redis-7.0")
+
+
+_nodes: list[DevNode] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show beside a failure what the servers logged: sanitizers report there too."""
+    report = yield
+    if report.failed:
+        for node in _nodes:
+            if node.log.exists():
+                report.sections.append((f"server log of {node.url}", node.log_tail()))
+    return report
 
 
 def wait_until(predicate: Callable[[], object], description: str, timeout: float = 10.0) -> None:
@@ -108,6 +122,7 @@ def shared_nodes() -> Iterator[Callable[[str], DevNode]]:
     def node_of(kind: str) -> DevNode:
         if kind not in nodes:
             nodes[kind] = DevNode(server=str(server_path(kind)), extra_args=TEST_ARGS)
+            _nodes.append(nodes[kind])
         node = nodes[kind].start()
         with connect(node) as client:
             client.flushall()
@@ -148,15 +163,17 @@ def any_client(any_node: DevNode) -> Iterator[redis.Redis]:
 @pytest.fixture
 def start_node(tmp_path: Path) -> Iterator[Callable[..., DevNode]]:
     """Starts nodes of the test's own, to be killed, restarted and configured; all end with it."""
-    nodes: list[DevNode] = []
+    own: list[DevNode] = []
 
     def start(kind: str = "valkey-9", *, extra_args: Sequence[str] = (), **options: Any) -> DevNode:
-        options.setdefault("directory", tmp_path / f"node{len(nodes)}")
+        options.setdefault("directory", tmp_path / f"node{len(own)}")
         options.setdefault("server", str(server_path(kind)))
         node = DevNode(extra_args=(*TEST_ARGS, *extra_args), **options)
-        nodes.append(node)
+        own.append(node)
+        _nodes.append(node)
         return node.start()
 
     yield start
-    for node in nodes:
+    for node in own:
         node.stop()
+        _nodes.remove(node)

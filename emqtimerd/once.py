@@ -113,7 +113,7 @@ def sweep_once(
         for verb in verbs:
             sweeps = [_sweep(settings, queue, verb, limit, max_stalled) for queue in queues]
             if dry_run:
-                results = [foresee(node, sweep) for sweep in sweeps]
+                results = [foresee(node, sweep, drain=drain, stop=stop) for sweep in sweeps]
             else:
                 # A new sweep is never quiet, so there is a result for each queue.
                 results = run_round(node, sweeps, until=until, drain=drain, stop=stop).results

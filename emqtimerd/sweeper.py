@@ -240,12 +240,12 @@ def run_round(
         else:
             batch = _take_batch(waiting)
             fault = _exchange(node, batch, drain, run_id)
+        waiting.extend(course for course in batch if course.again)
         if fault is not None:
             _fail(waiting, fault)
             _fail(stirred := [_Course.of(sweep, node) for sweep in idle], fault)
             courses += stirred
             break
-        waiting.extend(course for course in batch if course.again)
     done.results = [course.result for course in courses]
     return done
 
@@ -482,25 +482,10 @@ def _read_check(
     """Read a stall check, with or without the transaction and the peek around it."""
     if unit.counts:
         result.jobs = _read_cards(replies[-len(wire.STATES) :])
-    seen: wire.Peek | None = None
-    check = replies[0]
-    if unit.peeks:
-        _, peek_queued, check_queued, executed = replies[:4]
-        match executed:
-            case [peeked, check]:
-                # A peek that failed on its own (a denied INFO, say) leaves the causes open.
-                seen = None if isinstance(peeked, wire.ReplyError) else wire.read_peek(peeked)
-            case wire.ReplyError(code="EXECABORT") if isinstance(check_queued, wire.ReplyError):
-                raise check_queued
-            case wire.ReplyError(code="EXECABORT") if isinstance(peek_queued, wire.ReplyError):
-                if peek_queued.code != "NOPERM":
-                    raise peek_queued
-                answer.peek_refused = True
-                return
-            case wire.ReplyError():
-                raise executed
-            case _:
-                raise wire.ShapeError("EXEC", executed)
+    seen, check = _read_transaction(replies[:4]) if unit.peeks else (None, replies[0])
+    if check is _PEEK_REFUSED:
+        answer.peek_refused = True
+        return
     if seen is not None:
         answer.head = seen.head()
         if unit.counts:
@@ -510,6 +495,34 @@ def _read_check(
     result.dead += dead
     result.expiries += [_expiry(job_id, seen, now_ms) for job_id in recovered + dead]
     answer.moved = len(recovered) + len(dead)
+
+
+_PEEK_REFUSED = object()
+"""Instead of the check's reply: the transaction was refused for its peek alone."""
+
+
+def _read_transaction(replies: list[wire.Reply]) -> tuple[wire.Peek | None, wire.Reply]:
+    """Return what the peek saw, and the check's own reply."""
+    opened, peek_queued, check_queued, executed = replies
+    match executed:
+        case [peeked, check]:
+            # A peek that failed on its own (a denied INFO, say) leaves the causes open.
+            seen = None if isinstance(peeked, wire.ReplyError) else wire.read_peek(peeked)
+            return seen, check
+        case _ if isinstance(opened, wire.ReplyError):
+            # No transaction, so each command ran by itself: what moved is known, why is not.
+            return None, check_queued
+        case wire.ReplyError(code="EXECABORT") if isinstance(check_queued, wire.ReplyError):
+            raise check_queued
+        case wire.ReplyError(code="EXECABORT"):
+            refused = peek_queued if isinstance(peek_queued, wire.ReplyError) else executed
+            if "NOPERM" in str(refused):
+                return None, _PEEK_REFUSED
+            raise refused
+        case wire.ReplyError():
+            raise executed
+        case _:
+            raise wire.ShapeError("EXEC", executed)
 
 
 def _read_cards(replies: list[wire.Reply]) -> tuple[int, int, int, int] | None:
@@ -548,7 +561,8 @@ def _settle(
         result.lateness_ms.append(late)
     # What is known of the set after the sweep: its head, unless something moved unseen.
     head = answer.next_head if answer.looked_after else answer.head
-    seen = answer.looked_after or not answer.moved
+    # Without the server's time nobody can tell whether the head is due.
+    seen = not answer.moved or (answer.looked_after and now_ms is not None)
     due = _past_ms(head, now_ms) >= 0
     result.overdue_ms = _past_ms(head, now_ms) if seen and due else 0.0
     if not seen:
@@ -557,9 +571,10 @@ def _settle(
         # The same head twice, and nothing moved: no further sweep would help. Otherwise ghosts
         # were taken out, or somebody else was faster, or there simply is more.
         course.again = bool(answer.moved) or head != course.last_head
-    elif head is not None:
+    elif head is not None and now_ms is not None:
         result.next_due = node.clock.to_monotonic(head.at_ms)
-    course.again &= drain or course.probing
+    # A sweep that was narrowed goes on until it has met the row that refuses.
+    course.again &= drain or course.probing or course.allowance < sweep.limit
     course.last_head = head
     if course.probing:
         course.probing = False
@@ -655,16 +670,22 @@ PAGE = 1_000
 """How many ids one read of a preview takes: small enough that the server serves others between."""
 
 
-def foresee(node: Node, sweep: Sweep) -> SweepResult:
-    """Say what a drained sweep would do to the queue now, by reads alone.
+def foresee(
+    node: Node, sweep: Sweep, *, drain: bool = True, stop: Callable[[], bool] = lambda: False
+) -> SweepResult:
+    """Say what a sweep would do to the queue now, drained or once, by reads alone.
 
     It follows the contract's rules over each due row, up to the first one that would refuse.
     Raises NodeFault.
     """
     result = SweepResult(sweep.queue, sweep.verb, node.name)
     source = "schedule" if sweep.verb == "promote" else "active"
-    run_id = node.identity.run_id.encode() if node.identity else b""
     with node.link() as link:
+        run_id = link.run_id.encode()
+        if sweep.verb == "stalled_check" and not run_id:
+            message = "a preview needs INFO, to tell which leases are of an earlier server process"
+            result.failure = Failure("NOPERM", message)
+            return result
 
         def ask(*commands: bytes) -> list[wire.Reply]:
             deadline = time.monotonic() + node.timeout_seconds
@@ -674,15 +695,19 @@ def foresee(node: Node, sweep: Sweep) -> SweepResult:
             now_ms = int(wire.read_time_ms(ask(wire.TIME)[0]))
             offset = 0
             while not result.blocked:
-                (reply,) = ask(wire.due(sweep.queue, source, now_ms, offset, PAGE))
+                if stop():
+                    result.skipped = True
+                    break
+                size = PAGE if drain else min(PAGE, sweep.limit - offset)
+                (reply,) = ask(wire.due(sweep.queue, source, now_ms, offset, size))
                 page = wire.read_due(reply)
                 rows = ask(*(wire.row(sweep.queue, head.job_id) for head in page))
                 for head, row in zip(page, rows, strict=True):
                     _foresee_row(sweep, result, head, wire.read_row(row), run_id, now_ms)
                     if result.blocked:
                         break
-                offset += PAGE
-                if len(page) < PAGE:
+                offset += len(page)
+                if len(page) < PAGE or (not drain and offset == sweep.limit):
                     break
         except (wire.ReplyError, wire.ShapeError) as error:
             result.failure = Failure(error.code, str(error))

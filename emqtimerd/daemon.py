@@ -27,7 +27,7 @@ EXIT_STOPPED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.5
 """How often the main thread looks at the clock, the threads and the watchdog: a step of the clock
 is then noticed within a fraction of the shortest usual interval."""
 

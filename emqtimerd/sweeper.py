@@ -55,31 +55,37 @@ class Sweep:
     expected: int = -1
     """How many jobs the next sweep may move, for sharing pipelines; unknown (-1) counts as
     `limit`."""
-    _packed: dict[tuple[int, bool], bytes] = field(default_factory=dict, repr=False)
+    _packed: dict[tuple[object, ...], bytes] = field(default_factory=dict, repr=False)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is expected to move: such queues share the cheap way."""
         return self.expected == 0 and not self.blocked and self.verb == "promote"
 
-    def commands(self, limit: int, variant: bool = False) -> bytes:
-        """The commands of one sweep without the peek, packed once.
-
-        The variant of a promotion reads the head again afterwards; that of a stall check is
-        lenient.
-        """
-        packed = self._packed.get((limit, variant))
+    def promotion(self, limit: int, look_after: bool) -> bytes:
+        """The head, the promotion, and the head again if it is wanted; packed once."""
+        packed = self._packed.get((limit, look_after))
         if packed is None:
-            packed = self._packed[limit, variant] = self._pack(limit, variant)
+            head = wire.head(self.queue, "schedule")
+            packed = head + wire.promote(self.queue, limit, self.base_form)
+            packed += head if look_after else b""
+            self._packed[limit, look_after] = packed
         return packed
 
-    def _pack(self, limit: int, variant: bool) -> bytes:
-        if self.verb == "promote":
-            head = wire.head(self.queue, "schedule")
-            promote = wire.promote(self.queue, limit, self.base_form)
-            return head + promote + head if variant else head + promote
-        max_stalled = self.max_stalled + variant
-        return wire.stalled_check(self.queue, max_stalled, limit, self.base_form)
+    def check(self, limit: int, peeks: bool, counts: bool) -> bytes:
+        """The stall check, in its transaction without the head of the peek if that is wanted, and
+        the sizes of the sets if those are; packed once."""
+        form = (limit, peeks, counts, self.lenient)
+        packed = self._packed.get(form)
+        if packed is None:
+            max_stalled = self.max_stalled + self.lenient
+            packed = wire.stalled_check(self.queue, max_stalled, limit, self.base_form)
+            if peeks:
+                counted = wire.LEASES_COUNTED if counts else 0
+                packed = wire.peek_tail(self.queue, limit, counted) + packed + wire.EXEC
+            packed += wire.cards(self.queue) if counts else b""
+            self._packed[form] = packed
+        return packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +282,7 @@ def _leave(waiting: Iterable[_Course]) -> None:
 class _Unit:
     """One queue's commands in a pipeline, and how many replies they bring."""
 
-    commands: bytes
+    commands: list[bytes]
     replies: int
     peeks: bool = False
     counts: bool = False
@@ -319,7 +325,8 @@ def _exchange(
         with node.link(run_id) as link:
             units = [_unit(course, node.peek_allowed) for course in batch]
             count = sum(unit.replies for unit in units)
-            received = _send(link, node, [unit.commands for unit in units], count)
+            commands = [part for unit in units for part in unit.commands]
+            received = _send(link, node, commands, count)
             position = 1
             for course, unit in zip(batch, units, strict=True):
                 _digest(course, unit, position, received, node, drain)
@@ -338,7 +345,7 @@ def _exchange_idle(
     stirred: list[_Course] = []
     try:
         with node.link(run_id) as link:
-            commands = [sweep.commands(sweep.limit) for sweep in page]
+            commands = [sweep.promotion(sweep.limit, False) for sweep in page]
             received = _send(link, node, commands, 2 * len(page))
             replies = received.replies
             done.finished_at = received.finished_at
@@ -348,8 +355,7 @@ def _exchange_idle(
                     continue
                 course = _Course.of(sweep, node)
                 stirred.append(course)
-                unit = _Unit(commands[position // 2], 2)
-                _digest(course, unit, position, received, node, drain)
+                _digest(course, _Unit([], 2), position, received, node, drain)
             _drop_if_astray(received, link, node)
             return stirred, received.lost
     except NodeFault as fault:
@@ -406,16 +412,14 @@ def _unit(course: _Course, peek_allowed: bool) -> _Unit:
         # What comes next is asked in the same breath where something is expected to move; on an
         # idle queue the head before the sweep says it already.
         moves = course.expected != 0
-        return _Unit(sweep.commands(limit, moves), 3 if moves else 2)
-    commands = sweep.commands(limit, sweep.lenient)
+        return _Unit([sweep.promotion(limit, moves)], 3 if moves else 2)
     # The sizes and the epoch counts are for the gauges: once a round will do.
     counts = course.result.passes == 0
-    cards, sizes = (wire.cards(sweep.queue), len(wire.STATES)) if counts else (b"", 0)
+    sizes = len(wire.STATES) if counts else 0
+    check = sweep.check(limit, peek_allowed, counts)
     if not peek_allowed:
-        return _Unit(commands + cards, 1 + sizes, counts=counts)
-    peek = wire.peek(sweep.queue, limit, wire.LEASES_COUNTED if counts else 0)
-    transaction = wire.MULTI + peek + commands + wire.EXEC
-    return _Unit(transaction + cards, 4 + sizes, peeks=True, counts=counts)
+        return _Unit([check], 1 + sizes, counts=counts)
+    return _Unit([wire.MULTI, wire.PEEK_HEAD, check], 4 + sizes, peeks=True, counts=counts)
 
 
 def _observe_clock(node: Node, sent: float, replies: list[wire.Reply]) -> float | None:
@@ -568,14 +572,15 @@ def _settle(
     if not seen:
         course.again = True
     elif due:
-        # The same head twice, and nothing moved: no further sweep would help. Otherwise ghosts
+        # The same head as before, and nothing moved: no further sweep would help. Otherwise ghosts
         # were taken out, or somebody else was faster, or there simply is more.
-        course.again = bool(answer.moved) or head != course.last_head
+        before = answer.head if answer.looked_after else course.last_head
+        course.again = bool(answer.moved) or head != before
     elif head is not None and now_ms is not None:
         result.next_due = node.clock.to_monotonic(head.at_ms)
     # A sweep that was narrowed goes on until it has met the row that refuses.
     course.again &= drain or course.probing or course.allowance < sweep.limit
-    course.last_head = head
+    course.last_head = answer.head
     if course.probing:
         course.probing = False
         course.allowance = sweep.limit

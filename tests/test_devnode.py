@@ -341,8 +341,11 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such a promise")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_no_server_outlives_a_parent_that_was_killed(how: signal.Signals) -> None:
+def test_no_server_outlives_a_parent_that_was_killed(
+    how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when the thread that asked for the server is long gone, which alone must not end it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove the node's own directory
     with python(STARTS_IN_A_THREAD) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

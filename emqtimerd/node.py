@@ -5,7 +5,6 @@ a `Link`: one exchange at a time, a total deadline on each, and errors as plain 
 """
 
 import contextlib
-import inspect
 import random
 import select
 import socket
@@ -482,13 +481,6 @@ def _reason(error: BaseException) -> str:
 
 # --- dialling -----------------------------------------------------------------------------------
 
-# Newer redis-py has another name for this setting, and warns about the old one.
-_ANONYMOUS = (
-    {"driver_info": None}
-    if "driver_info" in inspect.signature(AbstractConnection.__init__).parameters
-    else {"lib_name": None, "lib_version": None}
-)
-
 
 class _Credentials(redis.CredentialProvider):
     """User name and password, the file read anew at each connection so that rotation needs no
@@ -531,7 +523,7 @@ def open_node(settings: NodeSettings) -> Node:
     options: dict[str, Any] = {
         # RESP2, and no CLIENT SETINFO: an ACL with little more than the two verbs must do.
         "protocol": 2,
-        **_ANONYMOUS,
+        "driver_info": None,
         "db": url.db,
         "socket_connect_timeout": settings.connect_timeout_seconds,
         "socket_timeout": settings.timeout_seconds,

@@ -65,6 +65,7 @@ def ids(*job_ids: bytes) -> Answer:
 
 NIL = Answer(b"$-1\r\n")
 SILENCE = Answer(b"")
+"""Nothing, now and for all that this connection asks afterwards."""
 HANG_UP = Answer(b"", closes=True)
 
 
@@ -118,6 +119,7 @@ class _Client:
     socket: socket.socket
     transaction: list[Answer] | None = None
     spoilt: bool = False
+    mute: bool = False
     unread: bytearray = field(default_factory=bytearray)
 
 
@@ -212,6 +214,9 @@ class Stub:
         with contextlib.suppress(OSError):
             while True:
                 connected, _ = self._listener.accept()
+                if connected.family == socket.AF_INET:
+                    # Replies are written one by one: each must not wait for the last one's ACK.
+                    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     if self._closing.is_set():
                         connected.close()
@@ -262,6 +267,10 @@ class Stub:
         return None
 
     def _send(self, client: _Client, answer: Answer) -> bool:
+        # Replies come in order: after one that never comes there are no others.
+        client.mute |= answer.data == b""
+        if client.mute:
+            return not answer.closes
         if answer.late:
             self._closing.wait(answer.late)
         if answer.pause is None:

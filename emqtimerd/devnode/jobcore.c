@@ -26,6 +26,7 @@
  * STALLED.CHECK write metrics; the server cannot check those names against a user's key patterns. They always
  * begin with the base, so grant the verbs with the pattern of the whole queue (`~emq:{q}:*`), not key by key. */
 
+#include <errno.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -41,6 +42,7 @@ typedef struct RedisModuleString Str;
 typedef struct RedisModuleKey Key;
 typedef struct RedisModuleCommand Command;
 typedef struct RedisModuleServerInfoData ServerInfo;
+typedef struct RedisModuleCallReply CallReply;
 typedef int (*Entry)(Ctx *ctx, Str **argv, int argc);
 
 enum { OK = 0, ERR = 1, API_VERSION = 1 };
@@ -48,7 +50,12 @@ enum { KEY_READ = 1 << 0, KEY_WRITE = 1 << 1 };
 enum { TYPE_NONE = 0, TYPE_HASH = 3, TYPE_ZSET = 5 };
 enum { HASH_NONE = 0, HASH_EXISTS = 1 << 3 };
 enum { NOTIFY_GENERIC = 1 << 2, NOTIFY_HASH = 1 << 6, NOTIFY_ZSET = 1 << 7 };
-enum { OPTION_NO_IMPLICIT_SIGNAL_MODIFIED = 1 << 1 };
+enum {
+    OPTION_NO_IMPLICIT_SIGNAL_MODIFIED = 1 << 1,
+    OPTION_HANDLE_REPL_ASYNC_LOAD = 1 << 2,
+    OPTION_SKIP_COMMAND_VALIDATION = 1 << 4,      /* Valkey */
+    OPTION_HANDLE_ATOMIC_SLOT_MIGRATION = 1 << 5, /* Valkey */
+};
 #define HASH_DELETE ((Str *)(intptr_t)1) /* the server's marker: delete this field */
 
 enum { /* what a command does with a key */
@@ -147,6 +154,8 @@ typedef struct {
     F(int, ZsetRangeNext, (Key *))                                                          \
     F(Str *, ZsetRangeCurrentElement, (Key *, double *score))                               \
     F(void, ZsetRangeStop, (Key *))                                                         \
+    F(CallReply *, Call, (Ctx *, const char *command, const char *format, ...))             \
+    F(void, FreeCallReply, (CallReply *))                                                   \
     F(int, Replicate, (Ctx *, const char *command, const char *format, ...))                \
     F(int, SignalModifiedKey, (Ctx *, Str *name))                                           \
     F(int, NotifyKeyspaceEvent, (Ctx *, int type, const char *event, Str *name))            \
@@ -1233,38 +1242,61 @@ static bool register_verb(Ctx *ctx, const Verb *v) {
     return !RM_SetCommandACLCategories || RM_SetCommandACLCategories(command, categories) == OK;
 }
 
-static int load(Ctx *ctx, int argc) {
-    if (!fetch_api(ctx)) return ERR;
-    if (RM_IsModuleNameBusy("emq")) return ERR;
+/* Effects are sent by these names. Where the configuration renamed one, replicas and AOF would miss writes. */
+static bool has_command(Ctx *ctx, const char *name) {
+    errno = 0;
+    CallReply *reply = RM_Call(ctx, name, ""); /* without arguments: refused for its arity, if it is there at all */
+    if (reply) RM_FreeCallReply(reply);
+    return errno == EINVAL;
+}
+
+static int refuse_to_load(Ctx *ctx, const char *why, const char *what) {
+    RM_Log(ctx, "warning", "the job core was not loaded: %s%s", why, what);
+    return ERR;
+}
+
+static int load(Ctx *ctx, int argc, int options) {
+    static const char *const effects[] = {"ZADD", "ZREM", "HSET", "HDEL", "DEL"};
+    if (!fetch_api(ctx) || RM_IsModuleNameBusy("emq")) return ERR;
     RM_SetModuleAttribs(ctx, "emq", 1, API_VERSION);
-    if (argc != 0) {
-        RM_Log(ctx, "warning", "the job core takes no arguments");
-        return ERR;
-    }
-    if (!read_run_id(ctx)) {
-        RM_Log(ctx, "warning", "the job core found no run_id in INFO server");
-        return ERR;
-    }
-    RM_SetModuleOptions(ctx, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED);
-    for (int i = 0; i < VERBS; i++) {
-        if (register_verb(ctx, &verbs[i])) continue;
-        RM_Log(ctx, "warning", "the job core could not register %s", verbs[i].name);
-        return ERR;
-    }
+    if (argc != 0) return refuse_to_load(ctx, "it takes no arguments", "");
+    if (!read_run_id(ctx)) return refuse_to_load(ctx, "INFO server has no run_id", "");
+    for (size_t i = 0; i < sizeof effects / sizeof *effects; i++)
+        if (!has_command(ctx, effects[i])) return refuse_to_load(ctx, "this server was configured without the command ", effects[i]);
+    RM_SetModuleOptions(ctx, options);
+    for (int i = 0; i < VERBS; i++)
+        if (!register_verb(ctx, &verbs[i])) return refuse_to_load(ctx, "the server did not take the command ", verbs[i].name);
     return OK;
 }
 
-/* Both names: Valkey looks for its own and, where it finds that, not for the other; Redis knows only the second. */
+/* Valkey looks for its own names and, where it finds them, for no others; Redis knows only the second ones. The module
+ * keeps no data of its own, so nothing of it stands in the way of a diskless load or of a slot that migrates. */
+enum { OPTIONS = OPTION_NO_IMPLICIT_SIGNAL_MODIFIED | OPTION_HANDLE_REPL_ASYNC_LOAD };
+enum { VALKEY_OPTIONS = OPTION_SKIP_COMMAND_VALIDATION | OPTION_HANDLE_ATOMIC_SLOT_MIGRATION };
+
 #define EXPORTED __attribute__((visibility("default")))
+EXPORTED int ValkeyModule_OnUnload(Ctx *ctx);
+EXPORTED int RedisModule_OnUnload(Ctx *ctx);
 EXPORTED int ValkeyModule_OnLoad(Ctx *ctx, Str **argv, int argc);
 EXPORTED int RedisModule_OnLoad(Ctx *ctx, Str **argv, int argc);
 
+int ValkeyModule_OnUnload(Ctx *ctx) {
+    (void)ctx;
+    for (int i = 0; i < BUFFERS; i++) RM_Free(spare[i].at);
+    memset(spare, 0, sizeof spare);
+    return OK;
+}
+
+int RedisModule_OnUnload(Ctx *ctx) {
+    return ValkeyModule_OnUnload(ctx);
+}
+
 int ValkeyModule_OnLoad(Ctx *ctx, Str **argv, int argc) {
     (void)argv;
-    return load(ctx, argc);
+    return load(ctx, argc, OPTIONS | VALKEY_OPTIONS);
 }
 
 int RedisModule_OnLoad(Ctx *ctx, Str **argv, int argc) {
     (void)argv;
-    return load(ctx, argc);
+    return load(ctx, argc, OPTIONS);
 }

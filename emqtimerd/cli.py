@@ -172,6 +172,44 @@ def _verb(name: str) -> Literal["promote", "stalled_check"]:
 
 
 @app.command()
+def check(
+    config: ConfigFile = None,
+    url: Url = None,
+    queue: Queues = None,
+    acl: Annotated[
+        bool,
+        typer.Option(
+            "--acl", help="Print the smallest ACL rule for this configuration; contact nothing."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Examine configuration and node: a line a check, and the fix below what needs one.
+
+    Nothing on the node is changed. Exit codes: 0 all well, or warnings only; 1 a check failed;
+    2 usage or configuration; 3 node unreachable, TLS or authentication; 4 not an EMQ node of this
+    wire.
+    """
+    loaded = _load(config, {"node.url": url, "queues": tuple(queue) if queue else None})
+    if acl:
+        from emqtimerd.acl import acl_document, acl_rule
+
+        rule = acl_rule(loaded.settings)
+        _print(json.dumps(acl_document(loaded.settings), indent=2) if as_json else rule)
+        return
+
+    from emqtimerd.check import document, examine, lines
+
+    report = examine(loaded.settings, None if loaded.file is None else str(loaded.file))
+    if as_json:
+        _print(json.dumps(document(report), indent=2))
+    else:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        _print("\n".join(lines(report, color=color)))
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
 def devnode(
     port: Annotated[
         int, typer.Option(min=0, max=65_535, help="Port to listen on; 0: any free one.")

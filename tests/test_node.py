@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import redis
+from conftest import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from stub import (
@@ -194,8 +195,7 @@ def test_a_server_that_knows_no_client_commands_is_worked_with(
     stub.on("CLIENT", error("ERR unknown command 'CLIENT'"))
     stub.on("HELLO", error("ERR unknown command 'HELLO'"))
     handshake(open_to(stub.url))
-    assert [a.words[:2] for a in stub.received("CLIENT")] == [(b"CLIENT", b"SETNAME")]
-    assert stub.count("HELLO") == 0
+    assert (stub.count("CLIENT", b"SETNAME"), stub.count("HELLO")) == (1, 0)
 
 
 # --- authentication and reach -------------------------------------------------------------------
@@ -402,6 +402,7 @@ def test_a_link_that_holds_more_than_was_asked_is_not_used_again(
     node = open_to(stub.url)
     with node.link() as link:
         assert ask(link, PING) == b"PONG"
+        wait_until(lambda: not link.is_usable(), "what was not asked for has arrived")
     with node.link() as link:
         assert ask(link, PING) == b"right"
 
@@ -412,7 +413,10 @@ def test_a_connection_that_the_server_closed_while_idle_is_replaced(
     """A restart between two rounds costs a new connection and no lost command."""
     node = open_to(stub.url)
     handshake(node)
+    with node.link() as idle:
+        pass
     stub.hang_up()
+    wait_until(lambda: not idle.is_usable(), "the connection is seen to be closed")
     with node.link() as link:
         assert ask(link, PING) == b"OK"
     assert stub.connections == 2

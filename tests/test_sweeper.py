@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import connect
+from conftest import connect, wait_until
 from stub import (
     HANG_UP,
     NIL,
@@ -569,7 +569,10 @@ def test_a_connection_that_was_closed_while_idle_costs_no_unknown(
     for expected in (1, 2):
         result = sweep(node, "promote")
         assert (result.outcome, result.unknown, stub.connections) == ("ok", 0, expected)
+        with node.link() as idle:
+            pass
         stub.hang_up()
+        wait_until(lambda idle=idle: not idle.is_usable(), "the connection is closed")  # type: ignore[misc]
 
 
 def test_a_dead_node_is_not_tried_again_within_its_pause(
@@ -682,7 +685,10 @@ def test_a_denied_peek_is_left_out_until_the_next_connection(
     assert result.outcome == "ok"
     sweep(node, "stalled_check")
     assert stub.count("EVAL_RO") == 1
+    with node.link() as idle:
+        pass
     stub.hang_up()
+    wait_until(lambda: not idle.is_usable(), "the connection is closed")
     sweep(node, "stalled_check")
     assert stub.count("EVAL_RO") == 2
 

@@ -106,10 +106,11 @@ def _text(text: str) -> str:
 
 def span(seconds: float) -> str:
     """A length of time as people say it: one unit, and no more digits than matter."""
+    # Twice a unit before it is used: half of one is then a fair thing to round away.
     for limit, size, unit in (
         (1, 0.001, "ms"),
-        (60, 1, "s"),
-        (5400, 60, "min"),
+        (120, 1, "s"),
+        (7200, 60, "min"),
         (172800, 3600, "h"),
     ):
         if seconds < limit:

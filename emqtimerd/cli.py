@@ -234,6 +234,22 @@ def devnode(
     raise typer.Exit(run_devnode(port, directory, server, sys.stdout, sys.stderr))
 
 
+@app.command()
+def demo() -> None:
+    """Watch it work for half a minute: a node, jobs and workers, a server killed in between.
+
+    Exit code 0 if every number of the summary adds up, 1 if not.
+    """
+    from emqtimerd.demo import run_demo
+    from emqtimerd.devnode import DevNodeError
+
+    try:
+        code = run_demo(sys.stdout, live=sys.stdout.isatty())
+    except DevNodeError as error:
+        _refuse(str(error))
+    raise typer.Exit(code)
+
+
 config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import redis
 from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -388,7 +389,7 @@ class Story:
         )
 
     def _table(self) -> Table:
-        table = Table()
+        table = Table(box=SIMPLE)
         for index, column in enumerate(("queue", *self._row(ORDERS))):
             table.add_column(column, justify="right" if index else "left")
         for queue in QUEUES:
@@ -405,7 +406,6 @@ class Story:
             **{state: self._sizes.get((queue, state), 0) for state in wire.STATES},
             "promoted": round(counted["jobs_promoted_total", queue]),
             "recovered": round(counted["jobs_recovered_total", queue]),
-            "dead-lettered": round(counted["jobs_dead_lettered_total", queue]),
             "stall": round(counted["lease_expiries_total", queue, "stall"]),
             "restart": round(counted["lease_expiries_total", queue, "restart"]),
             "blocked": "yes" if counted["queue_blocked", queue, "promote"] else "",

@@ -34,9 +34,9 @@ SLICE_SECONDS = 0.25
 """How long one round drains before it gives its thread back: a backlog goes on in a wake at once,
 and what came due meanwhile joins it."""
 
-QUEUE_BACKOFF_CAP_SECONDS = 30.0
+QUEUE_BACKOFF_CAP_SECONDS = 5.0
 """A queue that refuses or errs is tried again after a growing pause, at most this or its interval:
-the default of a stall check, so that a repaired queue is back as soon as anything is noticed."""
+one small command each five seconds costs nobody anything, and who repairs the queue sees it move."""
 
 SURVEY_SPREAD_SECONDS = 1.0
 """After a restart the leases of all queues are looked at within this time, not all at once."""

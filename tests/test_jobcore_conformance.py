@@ -1556,6 +1556,22 @@ def test_border(client: redis.Redis, case: Case, form: str) -> None:
     check(client, case, form)
 
 
+def test_due_this_very_millisecond(client: redis.Redis) -> None:
+    """What is due or expires now is swept now: the score may equal the clock."""
+    write_keyspace(client, {})
+    moment = [
+        schedule(how="in", ms=0).form("key"),
+        promote().form("key"),
+        claim(0).form("key"),
+        stalled_check(1000).form("key"),
+        claim().form("key"),
+    ]
+    # In one pipeline the sweep runs in the same millisecond as what it sweeps, nearly every time.
+    for attempt in range(30):
+        replies = send_all(client, [*moment, complete(J, b"2").form("key")])
+        assert replies == [1, 1, [J, b"p", 1], [[J], []], [J, b"p", 2], 1], attempt
+
+
 LONG_ID = b"JOB" + b"\xfe" * 1_000_000
 
 

@@ -41,8 +41,9 @@ sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run 
 	    LD_PRELOAD='$(abspath $(SANITIZE)/dlopen.so):$(shell $(CC) -print-file-name=libasan.so)' \
 	    ASAN_OPTIONS='verify_asan_link_order=0:log_path=$(abspath $(SANITIZE)/reports/report)' \
 	    UBSAN_OPTIONS='print_stacktrace=1'" \
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
-	@if ls $(SANITIZE)/reports/* >/dev/null 2>&1; then cat $(SANITIZE)/reports/*; exit 1; fi
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS); status=$$?; \
+	if ls $(SANITIZE)/reports/* >/dev/null 2>&1; then cat $(SANITIZE)/reports/*; exit 1; fi; \
+	exit $$status
 
 clean: ## remove all that the other targets made, environments included
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(CORE).so

@@ -4,6 +4,7 @@ Each command imports what it needs when it runs, so that `--help` and completion
 """
 
 import atexit
+import io
 import json
 import os
 import signal
@@ -307,12 +308,20 @@ def _refuse(message: str) -> NoReturn:
 
 def _print(text: str) -> None:
     """Print a result; a reader who has left (a closed pipe) is no error."""
+    if sys.stdout is None:  # started with it closed: nobody wants to know
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding does not know is no reason to lose the result.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit, and would complain about the same pipe then.
+    except OSError as error:
+        # Python flushes once more at exit, and would complain about the same thing then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            typer.echo(f"emqtimerd: cannot write the result: {error.strerror}", err=True)
+            raise typer.Exit(1) from None
 
 
 class _Interrupt:

@@ -1,0 +1,585 @@
+"""`emqtimerd once` as people and scripts meet it: output, JSON, exit codes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from conftest import wait_until
+from stub import SILENCE, Answer, Stub, array, bulk, error, ids, integer, late
+
+from emqtimerd import wire
+from emqtimerd.cli import app
+from emqtimerd.devnode import DevNode
+
+EARLIER = b"e" * 40
+"""A server process that is no more; run ids have 40 digits."""
+
+FAR = 4_102_444_800_000
+"""2100-01-01: not due in any test."""
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as stub:
+        yield stub
+
+
+@dataclass
+class Run:
+    """A run of the command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("EMQTIMERD")}
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        kept.pop(name, None)
+    return kept | changes
+
+
+def command(*arguments: str | bytes) -> list[str | bytes]:
+    return [sys.executable, "-m", "emqtimerd", "once", *arguments]
+
+
+def once(*arguments: str | bytes, **env: str) -> Run:
+    """Run the command to its end."""
+    done = subprocess.run(
+        command(*arguments), env=environment(**env), capture_output=True, timeout=30, check=False
+    )
+    run = Run(done.returncode, done.stdout.decode(), done.stderr.decode())
+    assert "Traceback" not in run.err
+    return run
+
+
+def plant(
+    client: redis.Redis, name: str, jobs: dict[bytes, float], queue: str = "orders", **fields: Any
+) -> None:
+    """Put rows and their ids into a set, as no verb would: with any time, stamp or kind."""
+    state = {"schedule": b"scheduled", "active": b"active"}[name]
+    client.zadd(wire.queue_key(queue, name), jobs)
+    for job_id in jobs:
+        row: Any = {"state": state, "payload": b"p", "attempts": 1, **fields}
+        client.hset(wire.row_key(queue, job_id), mapping=row)
+
+
+def plant_all_kinds(client: redis.Redis) -> str:
+    """A queue with work of every kind; returns the server's run_id."""
+    run_id = str(client.info("server")["run_id"])
+    plant(client, "schedule", {b"JOB1": 1, b"JOB2": 2, b"JOB3": FAR})
+    plant(client, "active", {b"JOBSTALL": 1}, lease_epoch=run_id)
+    plant(client, "active", {b"JOBCROSSED": 2}, lease_epoch=EARLIER)
+    plant(client, "active", {b"JOB\xff\xfe\n\x1b[31m": 3}, lease_epoch=EARLIER)
+    plant(client, "active", {b"JOBPLAIN": 4})
+    return run_id
+
+
+# --- done ---------------------------------------------------------------------------------------
+
+
+def test_the_json_document_has_this_shape(node: DevNode, client: redis.Redis) -> None:
+    """What scripts read: every field of the document, for a queue with work of every kind."""
+    run_id = plant_all_kinds(client)
+    run = once("--url", node.url, "--queue", "orders", "--json")
+    assert (run.code, run.err) == (0, "")
+    document = run.document
+    (queue,) = document["queues"]
+    assert queue.pop("passes") >= 3
+    for crossing in queue["restart_crossing"]:
+        assert crossing.pop("past_deadline_ms") == pytest.approx(time.time() * 1000, abs=60_000)
+    address = f"127.0.0.1:{node.port}"
+    assert document == {
+        "ok": True,
+        "nodes": [
+            {
+                "node": address,
+                "run_id": run_id,
+                "version": node.version.split()[1],
+                "brand": "echomq:6.0.0",
+                "tokens": list(wire.TOKENS),
+            }
+        ],
+        "queues": [
+            {
+                "queue": "orders",
+                "node": address,
+                "promoted": 2,
+                "recovered": 2,
+                "dead_lettered": 2,
+                "expiries": {"stall": 1, "restart": 2, "unstamped": 1, "unattributed": 0},
+                "restart_crossing": [
+                    {"id": "JOBCROSSED", "lease_epoch": "e" * 40},
+                    {"id": r"JOB\xff\xfe\n\x1b[31m", "lease_epoch": "e" * 40},
+                ],
+                "dead_letter_ids": ["JOBSTALL", "JOBPLAIN"],
+                "blocked": None,
+                "error": None,
+                "unswept": False,
+            }
+        ],
+    }
+
+
+def test_the_table_has_a_line_a_queue_and_what_needs_a_second_look(
+    node: DevNode, client: redis.Redis
+) -> None:
+    """Case "Binary job ids": counts in columns, crossings and dead letters by id, escaped."""
+    plant_all_kinds(client)
+    run = once("--url", node.url, "--queue", "orders", "--queue", "quiet")
+    assert (run.code, run.err) == (0, "")
+    words = [line.split() for line in run.out.splitlines()]
+    assert words[:3] == [
+        ["queue", "promoted", "recovered", "dead", "stall", "restart", "unstamped", "unattributed"],
+        ["orders", "2", "2", "2", "1", "2", "1", "0"],
+        ["quiet", "0", "0", "0", "0", "0", "0", "0"],
+    ]
+    lines = run.out.splitlines()
+    assert lines[3].startswith(
+        f"orders: JOBCROSSED crossed a server restart: leased under {'e' * 40}, "
+    )
+    assert lines[4].startswith(r"orders: JOB\xff\xfe\n\x1b[31m crossed a server restart")
+    assert lines[5:] == [
+        "orders: JOBSTALL is dead: its stalls reached max_stalled",
+        "orders: JOBPLAIN is dead: its stalls reached max_stalled",
+        "",
+        "2 queues: 2 promoted, 2 recovered, 2 dead-lettered",
+    ]
+
+
+def test_a_queue_that_nobody_ever_used_is_no_error(node: DevNode, client: redis.Redis) -> None:
+    """Case "Exit codes and Ctrl-C": nothing due and unknown queues are 0, and make no key."""
+    run = once("--url", node.url, "--queue", "nobody", "--json")
+    assert (run.code, run.document["ok"]) == (0, True)
+    assert client.keys() == [wire.BRAND_KEY]
+
+
+@pytest.mark.parametrize("form", ["key", "arg"])
+def test_the_base_travels_as_the_configuration_says(
+    node: DevNode, client: redis.Redis, tmp_path: Path, form: str
+) -> None:
+    """Both forms of `node.base` work, and the file names node and queues."""
+    plant_all_kinds(client)
+    file = tmp_path / "emqtimerd.toml"
+    file.write_text(f'queues = ["orders", "emails"]\n[node]\nurl = "{node.url}"\nbase = "{form}"\n')
+    run = once("--config", str(file), "--json")
+    assert run.code == 0
+    orders, emails = run.document["queues"]
+    assert (orders["promoted"], orders["recovered"], orders["dead_lettered"]) == (2, 2, 2)
+    assert emails["queue"] == "emails"
+
+
+@pytest.mark.parametrize(("form", "numkeys"), [("key", b"3"), ("arg", b"2")])
+def test_the_environment_may_name_everything(stub: Stub, form: str, numkeys: bytes) -> None:
+    """Node, queues, base and limits come from EMQTIMERD_ variables too."""
+    run = once(
+        EMQTIMERD_NODE__URL=stub.url,
+        EMQTIMERD_QUEUES='["orders"]',
+        EMQTIMERD_NODE__BASE=form,
+        EMQTIMERD_PROMOTE__LIMIT="7",
+    )
+    assert run.code == 0
+    (promote,) = stub.received("EMQ.PROMOTE")
+    assert (promote.words[1], promote.words[-1]) == (numkeys, b"7")
+
+
+@pytest.mark.parametrize(
+    ("verb", "sent"), [("promote", (1, 0)), ("stalled-check", (0, 1)), ("", (1, 1))]
+)
+def test_one_verb_alone_can_be_sent(stub: Stub, verb: str, sent: tuple[int, int]) -> None:
+    """Both verbs unless `--verb` names one."""
+    options = ("--verb", verb) if verb else ()
+    assert once("--url", stub.url, "--queue", "orders", *options).code == 0
+    assert (stub.count("EMQ.PROMOTE"), stub.count("EMQ.STALLED.CHECK")) == sent
+
+
+def test_limits_and_budgets_of_the_command_line_are_sent(stub: Stub) -> None:
+    """`--limit` and `--max-stalled` replace what is configured, for this sweep."""
+    options = ("--limit", "7", "--max-stalled", "3")
+    assert once("--url", stub.url, "--queue", "orders", *options).code == 0
+    assert [a.words[-1:] for a in stub.received("EMQ.PROMOTE")] == [(b"7",)]
+    assert [a.words[-2:] for a in stub.received("EMQ.STALLED.CHECK")] == [(b"3", b"7")]
+
+
+def test_without_drain_at_most_one_page_is_moved(node: DevNode, client: redis.Redis) -> None:
+    """Draining is the default; `--no-drain` sends each verb once, and leaves no error behind."""
+    plant(client, "schedule", {b"JOB%02d" % number: 1 for number in range(25)})
+    base = ("--url", node.url, "--queue", "orders", "--limit", "10", "--json")
+    first = once(*base, "--no-drain")
+    assert (first.code, first.document["queues"][0]["promoted"]) == (0, 10)
+    rest = once(*base)
+    assert (rest.code, rest.document["queues"][0]["promoted"]) == (0, 15)
+
+
+@pytest.mark.parametrize("drain", ["--drain", "--no-drain"])
+def test_a_dry_run_touches_nothing_and_tells_what_then_happens(
+    node: DevNode, client: redis.Redis, drain: str
+) -> None:
+    """The preview's document is that of the run after it, but for its mark and its passes."""
+    plant_all_kinds(client)
+    plant(client, "schedule", {b"JOBLANE": 5, b"JOBZ": 6}, "lanes", group=b"g")
+    base = ("--url", node.url, "--queue", "orders", "--queue", "lanes", "--limit", "3", drain)
+    digest = client.execute_command("DEBUG DIGEST")  # type: ignore[no-untyped-call]
+    told = once(*base, "--json", "--dry-run")
+    assert client.execute_command("DEBUG DIGEST") == digest  # type: ignore[no-untyped-call]
+    done = once(*base, "--json")
+    assert told.code == done.code == 1
+    assert told.document.pop("dry_run") is True
+    assert [_outcome(queue) for queue in told.document["queues"]] == [
+        _outcome(queue) for queue in done.document["queues"]
+    ]
+
+
+def _outcome(queue: Any) -> Any:
+    """What of a queue's part must be the same in a preview and in the run."""
+    same = ("queue", "promoted", "recovered", "dead_lettered", "expiries", "dead_letter_ids")
+    crossings = [crossing["id"] for crossing in queue["restart_crossing"]]
+    blocked = [(each["verb"], each["id"]) for each in queue["blocked"] or ()]
+    return [queue[name] for name in same], crossings, blocked
+
+
+def test_a_dry_run_speaks_in_the_conditional(node: DevNode, client: redis.Redis) -> None:
+    """The table of a preview does not say that anything was done."""
+    plant_all_kinds(client)
+    run = once("--url", node.url, "--queue", "orders", "--dry-run")
+    assert run.code == 0
+    assert "orders: JOBSTALL would be dead" in run.out
+    assert run.out.endswith(
+        "1 queue: 2 would be promoted, 2 would be recovered, 2 would be dead-lettered\n"
+    )
+
+
+# --- failed -------------------------------------------------------------------------------------
+
+
+def test_a_lane_row_is_named_and_the_rest_is_swept(node: DevNode, client: redis.Redis) -> None:
+    """Case "Poison row": its own code, the row's id, what stands before it moved, nothing lost."""
+    plant(client, "schedule", {b"JOB%02d" % number: 1 for number in range(23)})
+    plant(client, "schedule", {b"JOBLANE": 2}, group=b"g")
+    plant(client, "schedule", {b"JOBZ": 3})
+    run = once("--url", node.url, "--queue", "orders")
+    assert run.code == 1
+    assert "orders: promote is blocked by JOBLANE: EMQSTATE" in run.out
+    assert "jobs behind it wait until that row is removed" in run.out
+    assert run.out.endswith("1 queue: 23 promoted, 0 recovered, 0 dead-lettered; all failed\n")
+    assert client.zcard("emq:{orders}:schedule") == 2
+    again = once("--url", node.url, "--queue", "orders", "--json").document
+    (blocked,) = again["queues"][0]["blocked"]
+    assert (again["ok"], blocked["verb"], blocked["id"]) == (False, "promote", "JOBLANE")
+
+
+def test_one_queue_that_fails_is_told_from_all_that_fail(
+    node: DevNode, client: redis.Redis
+) -> None:
+    """Case "Exit codes and Ctrl-C": partial and total failure are 1, and the output says which."""
+    client.set("emq:{wrong}:schedule", "text")
+    client.set("emq:{wrong}:active", "text")
+    plant(client, "schedule", {b"JOB1": 1})
+    base = ("--url", node.url, "--queue", "wrong")
+    partly = once(*base, "--queue", "orders", "--queue", "quiet")
+    assert partly.code == 1
+    assert partly.out.endswith(
+        "3 queues: 1 promoted, 0 recovered, 0 dead-lettered; 1 of 3 failed\n"
+    )
+    wholly = once(*base)
+    assert wholly.code == 1
+    assert wholly.out.endswith("; all failed\n")
+    assert "wrong: promote failed: WRONGTYPE" in wholly.out
+    assert "wrong: stalled_check failed: WRONGTYPE" in wholly.out
+    errors = once(*base, "--json").document["queues"][0]["error"]
+    assert [(each["verb"], each["code"]) for each in errors] == [
+        ("promote", "WRONGTYPE"),
+        ("stalled_check", "WRONGTYPE"),
+    ]
+
+
+def test_a_denied_command_is_named_with_its_queue(stub: Stub) -> None:
+    """Case "ACL user with only the two verbs": NOPERM names verb and queue."""
+    text = "NOPERM User sweeper has no permissions to run the 'emq.promote' command"
+    stub.on("EMQ.PROMOTE", error(text))
+    run = once("--url", stub.url, "--queue", "orders")
+    assert run.code == 1
+    assert f"orders: promote failed: {text}" in run.out
+
+
+def test_an_unanswered_sweep_is_sent_once_and_says_so(stub: Stub) -> None:
+    """Case "Library retries re-send a slow sweep": exit 1, timeout in words, one arrival."""
+    stub.on("EMQ.PROMOTE", late(integer(5), 0.5))
+    run = once("--url", stub.url, "--queue", "orders", "--json", EMQTIMERD_NODE__TIMEOUT="200ms")
+    assert run.code == 1
+    (failure,) = run.document["queues"][0]["error"]
+    assert (failure["verb"], failure["code"]) == ("promote", "timeout")
+    assert stub.count("EMQ.PROMOTE") == 1
+
+
+def test_a_sweep_that_runs_out_of_time_says_what_it_left(stub: Stub) -> None:
+    """`--timeout` sends nothing more; what was done is printed, and the exit code is 1."""
+    stub.on("ZRANGE", ids(b"JOB1", b"1"))
+    stub.on("EMQ.PROMOTE", late(integer(100), 0.05))
+    run = once("--url", stub.url, "--queue", "orders", "--timeout", "1.5")
+    assert run.code == 1
+    assert "orders: there was no time to finish it" in run.out
+    assert int(run.out.splitlines()[1].split()[1]) == 100 * stub.count("EMQ.PROMOTE")
+
+
+# --- usage --------------------------------------------------------------------------------------
+
+USAGE: dict[str, tuple[list[str], str]] = {
+    "no queue": ([], "no queue to sweep: name one with --queue NAME"),
+    "braces": (["--queue", "a{b}c"], "holds a brace ('{')"),
+    "a space": (["--queue", "a b"], "holds a white space or control character (' ')"),
+    "empty": (["--queue", ""], "is empty"),
+    "too long": (["--queue", "x" * 256], "is 256 bytes long"),
+    "named twice": (["--queue", "a", "--queue", "a"], "more than once"),
+    "limit 0": (["--queue", "a", "--limit", "0"], "--limit"),
+    "limit in words": (["--queue", "a", "--limit", "many"], "--limit"),
+    "max_stalled 0": (["--queue", "a", "--max-stalled", "0"], "--max-stalled"),
+    "timeout 0": (["--queue", "a", "--timeout", "0"], "--timeout"),
+    "another verb": (["--queue", "a", "--verb", "complete"], "--verb"),
+    "no such option": (["--queue", "a", "--quick"], "--quick"),
+    "a file that is not there": (["--config", "nowhere.toml"], "nowhere.toml"),
+    "a URL of another world": (["--queue", "a", "--url", "http://me:hunter2@h/"], "node.url"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), USAGE.values(), ids=USAGE)
+def test_wrong_usage_is_told_before_anything_is_contacted(
+    stub: Stub,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: str,
+) -> None:
+    """Case "Exit codes and Ctrl-C": exit 2, the reason on standard error, no connection."""
+    monkeypatch.setattr(os, "environ", environment())
+    url = [] if "--url" in options else ["--url", stub.url]
+    with pytest.raises(SystemExit) as ended:
+        app(["once", *url, "--json", *options])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, stub.connections) == (2, "", 0)
+    assert words in err
+    assert "hunter2" not in err
+
+
+def test_a_name_that_is_no_utf_8_is_wrong_usage(stub: Stub) -> None:
+    """Case "One odd label value": an argument of any bytes is refused, and shown escaped."""
+    run = once("--url", stub.url, "--queue", b"caf\xe9")
+    assert (run.code, run.out, stub.connections) == (2, "", 0)
+    assert "is not valid UTF-8" in run.err
+
+
+# --- unreachable, and not an EMQ node -----------------------------------------------------------
+
+
+def _silent(stub: Stub) -> None:
+    stub.on("EMQ.VERSION", SILENCE)
+
+
+UNREACHABLE: dict[str, tuple[Callable[[Stub], None], str]] = {
+    "down": (Stub.stop_listening, "cannot connect (Connection refused)"),
+    "password refused": (
+        lambda stub: stub.on("AUTH", error("WRONGPASS invalid username-password pair")),
+        "authentication was refused",
+    ),
+    "password wanted": (
+        lambda stub: stub.on("EMQ.VERSION", error("NOAUTH Authentication required.")),
+        "the server wants authentication",
+    ),
+    "silent": (_silent, "no reply within the timeout"),
+}
+
+
+@pytest.mark.parametrize(("prepare", "words"), UNREACHABLE.values(), ids=UNREACHABLE)
+def test_an_unreachable_node_is_exit_3_with_its_address_and_no_secret(
+    stub: Stub, prepare: Callable[[Stub], None], words: str
+) -> None:
+    """Case "Exit codes and Ctrl-C": server down, auth refused; the document is printed even so."""
+    prepare(stub)
+    url = stub.url.replace("redis://", "redis://me:hunter2@")
+    run = once("--url", url, "--queue", "orders", "--json", EMQTIMERD_NODE__TIMEOUT="300ms")
+    assert run.code == 3
+    assert run.document["ok"] is False
+    assert words in run.document["error"]["message"]
+    assert run.document["nodes"][0]["run_id"] is None
+    assert run.document["queues"][0]["promoted"] == 0
+    assert run.err.startswith(f"emqtimerd: 127.0.0.1:{stub.port}: ")
+    assert words in run.err
+    assert "hunter2" not in run.err + run.out
+
+
+FENCES: dict[str, tuple[str, Answer, str]] = {
+    "no job core": ("EMQ.VERSION", error("ERR unknown command 'EMQ.VERSION'"), "not loaded"),
+    "a token missing": ("EMQ.VERSION", bulk(b"promote"), "lacks the capability stalled.check"),
+    "no brand": ("GET", Answer(b"$-1\r\n"), "has no brand at {emq}:version"),
+    "the other executor": ("GET", bulk(b"echomq:4.0.0"), "brand is echomq:4.0.0"),
+}
+
+
+@pytest.mark.parametrize(("verb", "answer", "words"), FENCES.values(), ids=FENCES)
+def test_a_server_that_is_no_emq_node_is_exit_4(
+    stub: Stub, verb: str, answer: Answer, words: str
+) -> None:
+    """Which token or brand is missing is said, and nothing was sent but the handshake."""
+    stub.on(verb, answer)
+    run = once("--url", stub.url, "--queue", "orders")
+    assert (run.code, run.out) == (4, "")
+    assert words in run.err
+    assert {a.verb for a in stub.arrivals} == {"CLIENT", "EMQ.VERSION", "GET", "INFO"}
+
+
+def test_a_node_that_says_later_is_exit_1(stub: Stub) -> None:
+    """The node was reached: LOADING is a failed sweep and no verdict on what it is."""
+    stub.on("EMQ.VERSION", error("LOADING Valkey is loading the dataset in memory"))
+    run = once("--url", stub.url, "--queue", "orders", "--json")
+    assert (run.code, run.document["error"]["code"]) == (1, "LOADING")
+
+
+# --- signals, pipes and terminals ---------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_between_pipelines_and_prints_what_was_done(
+    stub: Stub, number: signal.Signals, code: int
+) -> None:
+    """Case "Exit codes and Ctrl-C": the sweep under way is awaited and counted, nothing follows."""
+    stub.on("ZRANGE", ids(b"JOB1", b"1"))
+    stub.on("EMQ.PROMOTE", late(integer(100), 0.3))
+    with start("--url", stub.url, "--queue", "orders", "--json") as process:
+        wait_until(lambda: stub.count("EMQ.PROMOTE") == 2, "the second page is under way")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (code, b"")
+    (queue,) = json.loads(out)["queues"]
+    assert (queue["promoted"], queue["unswept"], stub.count("EMQ.PROMOTE")) == (200, True, 2)
+    assert stub.count("EMQ.STALLED.CHECK") == 0
+
+
+def test_a_second_interrupt_ends_at_once(stub: Stub) -> None:
+    """Case "Exit codes and Ctrl-C": who cannot wait need not, and sees no traceback."""
+    stub.on("EMQ.PROMOTE", SILENCE)
+    with start("--url", stub.url, "--queue", "orders") as process:
+        wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "the sweep is under way")
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() - began < 4:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        out, err = process.communicate(timeout=10)
+    assert time.monotonic() - began < 4
+    assert (process.returncode, out, err) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_reader_that_left_is_no_error(stub: Stub) -> None:
+    """A closed pipe ends quietly, with the exit code of the work."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        command("--url", stub.url, "--queue", "orders", "--json"),
+        env=environment(),
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=30,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_closed_standard_output_is_no_error(stub: Stub) -> None:
+    """Started with it closed, as some supervisors do, the work is done all the same."""
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh"]
+    done = subprocess.run(
+        [*shell, *command("--url", stub.url, "--queue", "orders")],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert stub.count("EMQ.PROMOTE") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_told(stub: Stub) -> None:
+    """A result that cannot be written is said in a line, and the sweep was done."""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command("--url", stub.url, "--queue", "orders", "--json"),
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"emqtimerd: cannot write the result: No space left on device\n"
+
+
+@pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_a_terminal_gets_no_control_codes(
+    node: DevNode, client: redis.Redis, env: dict[str, str]
+) -> None:
+    """Case "Binary job ids": the table is plain, NO_COLOR or not, whatever an id is made of."""
+    plant_all_kinds(client)
+    master, slave = pty.openpty()
+    done = subprocess.run(
+        command("--url", node.url, "--queue", "orders"),
+        env=environment(**env),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        timeout=30,
+        check=False,
+    )
+    os.close(slave)
+    shown = b""
+    try:
+        while data := os.read(master, 65_536):
+            shown += data
+    except OSError:
+        pass  # Linux tells the end of a terminal so
+    os.close(master)
+    assert done.returncode == 0
+    assert b"orders" in shown
+    assert b"\x1b" not in shown
+
+
+def test_names_beyond_ascii_are_printed_as_they_are(stub: Stub) -> None:
+    """Also where the locale knows only ASCII: a queue's name is no reason to fail."""
+    run = once("--url", stub.url, "--queue", "grüße", LC_ALL="C")
+    assert run.code == 0
+    assert "grüße" in run.out
+    ascii_only = once("--url", stub.url, "--queue", "grüße", PYTHONIOENCODING="ascii")
+    assert (ascii_only.code, ascii_only.err) == (0, "")
+
+
+def test_an_error_text_of_the_server_cannot_steer_the_terminal(stub: Stub) -> None:
+    """Case "Binary job ids": what the server says is escaped like an id."""
+    stub.on("EMQ.PROMOTE", error(b"EMQSTATE JOB\x1b[31m\xff is not native"))
+    stub.on("EMQ.STALLED.CHECK", array(array(), array()))
+    run = once("--url", stub.url, "--queue", "orders")
+    assert run.code == 1
+    assert r"EMQSTATE JOB\x1b[31m" in run.out
+    assert "\x1b" not in run.out

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
+from redis.connection import DefaultParser
 
 BRAND_KEY = b"{emq}:version"
 BRAND = b"echomq:6.0.0"
@@ -66,21 +67,27 @@ def base(queue: str) -> bytes:
     return b"emq:{" + queue.encode() + b"}:"
 
 
+class Verbatim(DefaultParser):  # type: ignore[misc,valid-type]
+    """Leaves errors as the server wrote them; redis-py takes the first word off those it knows."""
+
+    EXCEPTION_CLASSES: ClassVar[dict[str, Any]] = {}
+
+
 @functools.cache
 def client_of(url: str) -> redis.Redis:
     """A client that sends each command once and changes no reply; the same for all tests of a
     server.
     """
-    client = redis.Redis.from_url(url, protocol=2, socket_timeout=30, socket_connect_timeout=5)
+    client = redis.Redis.from_url(
+        url, protocol=2, socket_timeout=30, socket_connect_timeout=5, parser_class=Verbatim
+    )
     client.response_callbacks.clear()
     return client
 
 
 def refusal(error: Exception) -> Refusal:
-    """What the server wrote, put together again from redis-py's exception."""
-    code = getattr(error, "status_code", None)
-    text = f"{code} {error}" if code else str(error)
-    return Refusal(text.split(" ", 1)[0], text)
+    """What the server wrote, from redis-py's exception."""
+    return Refusal(str(error).split(" ", 1)[0], str(error))
 
 
 def send(client: redis.Redis, *command: Any) -> Any:

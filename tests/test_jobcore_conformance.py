@@ -989,6 +989,19 @@ STALLED = [
         },
     ),
     Case(
+        "two die at once",
+        {**expired(J, J2), FAILED: {b"count": b"4"}},
+        stalled_check(),
+        [[], [J, J2]],
+        {
+            ACTIVE: None,
+            DEAD: {J: 0.0, J2: 0.0},
+            rk(J): swept(b"dead", stalled=1),
+            rk(J2): swept(b"dead", stalled=1),
+            FAILED: {b"count": b"6"},
+        },
+    ),
+    Case(
         "recovery keeps the last error",
         expired(J, failures=2, last_error=b"boom"),
         stalled_check(2),

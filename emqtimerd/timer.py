@@ -291,12 +291,22 @@ class Timer:
             for cadence, queues in wanted.items():
                 if self._cadences.get(cadence) != tuple(queues):
                     self._place(cadence, tuple(queues))
-            self._phase_of = {
-                (phase.verb, queue): phase
-                for phases in self._phases.values()
-                for phase in phases
-                for queue in phase.queues
-            }
+            known, self._phase_of = (
+                self._phase_of,
+                {
+                    (phase.verb, queue): phase
+                    for phases in self._phases.values()
+                    for phase in phases
+                    for queue in phase.queues
+                },
+            )
+            for (verb, queue), phase in self._phase_of.items():
+                if phase.fired and known.get((verb, queue)) is not phase:
+                    # It is new here, and its turn may be a day away.
+                    share = zlib.crc32(queue.encode()) / 2**32
+                    soon = share * min(phase.trigger.interval_seconds, FIRST_SWEEPS_SECONDS)
+                    self._await(Wake(verb, queue, time.monotonic() + soon))
+            self._arm()
 
     def _place(self, cadence: Cadence, queues: tuple[str, ...]) -> None:
         shares = phases_of(cadence.interval_seconds, queues)
@@ -343,9 +353,14 @@ class Timer:
         self._sweep(phase.verb, phase.queues)
 
     def _skipped(self, event: JobEvent) -> None:
-        verb = event.job_id.partition("/")[0]
-        if verb in VERBS:
+        if (verb := event.job_id.partition("/")[0]) in VERBS:
             self._on_skip(verb)
+        elif event.job_id == WAKE_JOB:
+            # All its runs were busy: the wakes that are due are still there, and want to be tried
+            # again at the next point of the grid.
+            with self._lock:
+                self._armed = None
+                self._arm()
 
     def _failed(self, event: JobExecutionEvent) -> None:
         self._on_error(event.exception)
@@ -385,6 +400,8 @@ class Timer:
             due = self._wakes.take(time.monotonic())
             self._armed = None
             self._arm()
+            # Not those that have left the configuration while their wake was to come.
+            due = {verb: [q for q in due[verb] if (verb, q) in self._phase_of] for verb in due}
         for verb, queues in due.items():
             if queues:
                 self._sweep(verb, queues)
@@ -394,7 +411,9 @@ class Timer:
         earliest = self._wakes.earliest()
         if earliest is None or earliest == self._armed or self._stopping:
             return
-        at = math.ceil(earliest / WAKE_GRID_SECONDS) * WAKE_GRID_SECONDS
+        # Never in the past: what is due already joins its neighbours at the next point.
+        at = max(earliest, time.monotonic())
+        at = math.ceil(at / WAKE_GRID_SECONDS) * WAKE_GRID_SECONDS
         moment = _now() + timedelta(seconds=at - time.monotonic())
         self._scheduler.modify_job(WAKE_JOB, next_run_time=moment)
         self._armed = earliest
@@ -413,16 +432,20 @@ class Timer:
         with self._lock:
             for cadence, phases in self._phases.items():
                 for number, phase in enumerate(phases):
-                    self._shift(_job_id(cadence, number), phase.trigger, jumped)
+                    self._shift(_job_id(cadence, number), phase.trigger, jumped, phase.fired)
             for name, grid in ((BEAT_JOB, self._beat), *self._side.items()):
                 self._shift(name, grid, jumped)
             self._armed = None
             self._arm()
         return jumped
 
-    def _shift(self, job: str, grid: Grid, seconds: float) -> None:
-        grid.anchor += timedelta(seconds=seconds)
-        self._scheduler.modify_job(job, next_run_time=grid.get_next_fire_time(None, _now()))
+    def _shift(self, name: str, grid: Grid, seconds: float, on_grid: bool = True) -> None:
+        jumped = timedelta(seconds=seconds)
+        grid.anchor += jumped
+        job = self._scheduler.get_job(name)
+        # A first run stands outside the grid: clocks are set just after a boot, too.
+        at = grid.get_next_fire_time(None, _now()) if on_grid else job.next_run_time + jumped
+        job.modify(next_run_time=at)
 
 
 WAKE_JOB = "wake"
@@ -430,7 +453,7 @@ BEAT_JOB = "beat"
 
 
 def _job_id(cadence: Cadence, number: int) -> str:
-    return f"{cadence.verb}/{cadence.interval_seconds:g}/{number}"
+    return f"{cadence.verb}/{cadence.interval_seconds!r}/{number}"
 
 
 def _now() -> datetime:

@@ -77,8 +77,8 @@ PERMISSIONS = (
         "+info",
         "reads run_id, which tells an expiry that crossed a restart from a stall; check reads "
         "version, role, persistence and memory",
-        "expiries are unattributed, a restart of the server goes unnoticed (no grace, no restart "
-        "report), and once --dry-run cannot foresee a stall check",
+        "expiries are unattributed, leases are not counted by epoch, a restart of the server goes "
+        "unnoticed (no grace, no restart report), and once --dry-run cannot foresee a stall check",
         lambda _settings, _queue: wire.INFO_SERVER,
     ),
     Permission(
@@ -106,8 +106,8 @@ PERMISSIONS = (
     Permission(
         "+zrange",
         "reads the first due times and deadlines",
-        "expiries are unattributed, no lateness is measured, no job is promoted between two "
-        "rounds, and once --dry-run fails",
+        "expiries are unattributed, leases are not counted by epoch, no lateness is measured, no "
+        "job is promoted between two rounds, and once --dry-run fails",
         lambda _settings, queue: wire.head(queue, "schedule"),
     ),
     Permission(
@@ -119,13 +119,12 @@ PERMISSIONS = (
     Permission(
         "+multi",
         "reads the leases and checks them in one transaction",
-        "expiries are unattributed",
+        "expiries are unattributed, and leases are not counted by epoch",
     ),
     Permission(
         "+exec",
         "ends that transaction",
-        "every stall check fails: lost jobs are never recovered",
-        required=True,
+        "expiries are unattributed, and leases are not counted by epoch",
     ),
     Permission(
         "+eval_ro",
@@ -181,7 +180,8 @@ def acl_rule(settings: Settings) -> str:
 
 def acl_words(settings: Settings) -> list[str]:
     """The keys and commands of the rule."""
-    select = [f"+select|{settings.node.url.db}"] if settings.node.url.db else []
+    # Not `+select|2`: servers still take a first argument there, and warn that they will not.
+    select = ["+select"] if settings.node.url.db else []
     commands = [permission.word for permission in permissions(settings)]
     return [*queue_patterns(settings), BRAND_PATTERN, *select, *commands]
 

@@ -199,7 +199,7 @@ def _examine_node(report: Report, settings: Settings, node: Node) -> None:
         findings += _process(report, info)
         findings += _clock(node, link)
         if not report.has("fail", "tokens", "brand"):
-            findings += _allowed(report, settings, node, link)
+            findings += _allowed(report, settings, node)
             findings += _key_types(settings, node, link)
         findings += _durability(info)
 
@@ -210,7 +210,12 @@ def _examine_node(report: Report, settings: Settings, node: Node) -> None:
 def _connect(node: Node) -> Link:
     """A connection without the fence: the doctor also looks at servers that are no EMQ node."""
     connection = node._dial()
-    connection.connect()  # type: ignore[no-untyped-call]
+    try:
+        connection.connect()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        # The node's own link got through a moment ago, and has told every usual fault apart.
+        message = f"the next connection failed ({type(error).__name__})"
+        raise Unreachable(node.name, "connection", message) from error
     return Link(node.name, connection)
 
 
@@ -297,14 +302,14 @@ def _tls_fix(settings: NodeSettings, error: ssl.SSLError) -> str:
 
 def _reach_fix(settings: NodeSettings, fault: Unreachable) -> str:
     url = settings.url
-    if fault.message.startswith("during the handshake") and not url.tls and not url.socket:
-        secure = url.scheme.replace("redis", "rediss").replace("valkey", "valkeys")
-        return f'if this port speaks TLS, write "{secure}://"; else look into the server\'s log'
     if fault.code == "timeout":
         return (
             "nothing came back: is this the address (node.url), does a firewall drop the packets, "
             "does the server hang?"
         )
+    if fault.message.startswith("during the handshake") and not url.tls and not url.socket:
+        secure = url.scheme.replace("redis", "rediss").replace("valkey", "valkeys")
+        return f'if this port speaks TLS, write "{secure}://"; else look into the server\'s log'
     if url.socket:
         return "does the server run with this unixsocket, and may this user open it?"
     return "is this the address (node.url), and does the server run and listen there (bind, port)?"
@@ -316,7 +321,7 @@ def _handshake_refused(settings: Settings, fault: NodeFault) -> Iterator[Finding
     yield _tls(settings.node)
     if "permission" in fault.message:
         db = settings.node.url.db
-        fix = f"as its operator: ACL SETUSER {_user(settings)} +select|{db}"
+        fix = f"as its operator: ACL SETUSER {_user(settings)} +select"
         yield Finding("acl", "fail", f"database {db}: {fault.message}", fix)
     else:
         yield Finding("server", "fail", fault.message, _FIXES.get(fault.code, ""))
@@ -511,12 +516,16 @@ def _clock(node: Node, link: Link) -> Iterator[Finding]:
             return
         best = min(best, (seconds / 2, ahead))
     doubt, ahead = best
+    yield clock_finding(ahead, doubt)
+
+
+def clock_finding(ahead: float, doubt: float) -> Finding:
+    """Judge how far the server's clock is ahead, with half the shortest way there and back."""
     way = "ahead of" if ahead > 0 else "behind"
     found = f"the server's is {_offset(ahead)} {way} this machine's (± {doubt * 1000:.2f} ms)"
     if abs(ahead) - doubt <= CLOCK_WARN_SECONDS:
-        yield Finding("clock", "pass", found)
-        return
-    yield Finding(
+        return Finding("clock", "pass", found)
+    return Finding(
         "clock",
         "warn",
         f"{found}: sweeps go by the server's clock and are right, but log lines and the "
@@ -551,6 +560,14 @@ def _probe(node: Node, commands: Sequence[bytes]) -> list[wire.Reply] | wire.Rep
         return _ask(node, link, *commands)[0]
 
 
+def _denies_exec(node: Node) -> bool:
+    """Whether EXEC is denied, tried on an empty transaction."""
+    with contextlib.closing(_connect(node)) as link:
+        (_, executed), _ = _ask(node, link, wire.MULTI, wire.EXEC)
+        # The server wraps the denial: "EXECABORT Transaction discarded because of: NOPERM …".
+        return isinstance(executed, wire.ReplyError) and "NOPERM" in str(executed)
+
+
 @dataclass(slots=True)
 class _Answers:
     """What the probes brought to light."""
@@ -562,6 +579,12 @@ class _Answers:
     """Whether the brand's key is denied."""
     refused: dict[str, list[str]] = field(default_factory=dict)
     """Other errors that a sweep would get: the text, and on which queues."""
+
+    @property
+    def stops_sweeps(self) -> bool:
+        """Whether a sweep does not even reach the question of whether the node takes it."""
+        needed = {p.word for p in PERMISSIONS if p.required} - {"+scan"}
+        return bool(self.queues or self.brand_key or needed & self.denied.keys())
 
     def take(self, permission: Permission, queue: str, reply: wire.Reply) -> None:
         """Take in the answer to one probe."""
@@ -580,13 +603,11 @@ class _Answers:
                 commands.append(permission.command)
 
 
-def _allowed(report: Report, settings: Settings, node: Node, link: Link) -> Iterator[Finding]:
+def _allowed(report: Report, settings: Settings, node: Node) -> Iterator[Finding]:
     needed = permissions(settings)
     queues, known = _queues_to_try(settings)
     answers = _Answers()
-    # A lone EXEC ends no transaction: it is an error in any case, and only the ACL's is NOPERM.
-    (lone,), _ = _ask(node, link, wire.EXEC)
-    if _is_denied(lone):
+    if _denies_exec(node):
         answers.denied["+exec"] = _by_word("+exec")
     for start in range(0, len(queues), QUEUES_PER_PROBE):
         tries = [
@@ -671,8 +692,8 @@ def _sweeps(report: Report, answers: _Answers, queues: int) -> Iterator[Finding]
                 else f"refused now: {text}"
             )
             yield Finding("sweeps", "fail", found, _FIXES.get(text.partition(" ")[0], ""))
-    elif report.has("fail", "acl"):
-        yield Finding("sweeps", "skip", "the ACL stands before them (see acl)")
+    elif answers.stops_sweeps:
+        yield _denied("sweeps", "them, or the fence before them")
     else:
         yield Finding("sweeps", "pass", "the node would take both verbs (queued, never executed)")
 

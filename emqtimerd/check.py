@@ -185,12 +185,11 @@ def _examine_node(report: Report, settings: Settings, node: Node) -> None:
         findings += _unreachable(settings.node, fault)
         return
     except NodeFault as fault:
-        if not isinstance(fault.__cause__, wire.ReplyError | None):
+        # An answer of the fence's own questions is told below, where they are asked one by one.
+        if not isinstance(fault.__cause__, wire.ReplyError | wire.ShapeError | None):
             findings += _handshake_refused(settings, fault)
             return
-    except wire.ShapeError:
-        pass  # told below, where the same questions are asked one by one
-    link = _connect(node)
+    link = node.dial()
     with contextlib.closing(link):
         findings += _reached(settings.node, _ask(node, link, wire.TIME)[1])
         info = _read_info(node, link)
@@ -205,18 +204,6 @@ def _examine_node(report: Report, settings: Settings, node: Node) -> None:
 
 
 # --- reaching the node --------------------------------------------------------------------------
-
-
-def _connect(node: Node) -> Link:
-    """A connection without the fence: the doctor also looks at servers that are no EMQ node."""
-    connection = node._dial()
-    try:
-        connection.connect()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        # The node's own link got through a moment ago, and has told every usual fault apart.
-        message = f"the next connection failed ({type(error).__name__})"
-        raise Unreachable(node.name, "connection", message) from error
-    return Link(node.name, connection)
 
 
 def _ask(node: Node, link: Link, *commands: bytes) -> tuple[list[wire.Reply], float]:
@@ -552,7 +539,7 @@ def _probe(node: Node, commands: Sequence[bytes]) -> list[wire.Reply] | wire.Rep
     verb with a limit of 0, which the contract leaves open, and than ACL DRYRUN, which needs a
     permission of its own that a small rule should not have.
     """
-    with contextlib.closing(_connect(node)) as link:
+    with contextlib.closing(node.dial()) as link:
         (opened,), _ = _ask(node, link, wire.MULTI)
         if opened != b"OK":
             # Outside a transaction the verbs would run.
@@ -562,7 +549,7 @@ def _probe(node: Node, commands: Sequence[bytes]) -> list[wire.Reply] | wire.Rep
 
 def _denies_exec(node: Node) -> bool:
     """Whether EXEC is denied, tried on an empty transaction."""
-    with contextlib.closing(_connect(node)) as link:
+    with contextlib.closing(node.dial()) as link:
         (_, executed), _ = _ask(node, link, wire.MULTI, wire.EXEC)
         # The server wraps the denial: "EXECABORT Transaction discarded because of: NOPERM …".
         return isinstance(executed, wire.ReplyError) and "NOPERM" in str(executed)

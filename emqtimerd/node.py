@@ -351,6 +351,28 @@ class Node:
         self._returns = [r for r in returns if r.at > now - LONGEST_GRACE_SECONDS]
 
     def _open(self) -> tuple[Link, Identity]:
+        link = self.dial()
+        try:
+            identity = read_identity(self.name, link, self.timeout_seconds)
+            link.run_id = identity.run_id
+            return link, identity
+        except Lost as lost:
+            link.close()
+            raise Unreachable(
+                self.name, lost.code, f"during the handshake: {lost.message}"
+            ) from lost
+        except wire.ShapeError as error:
+            link.close()
+            raise NotReady(self.name, error.code, f"during the handshake: {error}") from error
+        except BaseException:
+            link.close()
+            raise
+
+    def dial(self) -> Link:
+        """Connect and log in, and leave the fence out: for who looks into what it refuses.
+
+        Raises Unreachable or NotReady.
+        """
         connection = None
         try:
             connection = self._dial()
@@ -375,25 +397,14 @@ class Node:
                 self.name, "timeout", "no connection within node.connect_timeout"
             ) from error
         except redis.ResponseError as error:
-            code = wire.ReplyError(str(error)).code
+            # redis-py takes the code off the text of the errors that it knows.
+            code = error.status_code or wire.ReplyError(str(error)).code
             raise NotReady(self.name, code, f"the handshake was refused: {error}") from error
         except (redis.RedisError, OSError, ssl.SSLError) as error:
             raise Unreachable(
                 self.name, "connection", f"cannot connect ({_reason(error)})"
             ) from error
-        link = Link(self.name, connection)
-        try:
-            identity = read_identity(self.name, link, self.timeout_seconds)
-            link.run_id = identity.run_id
-            return link, identity
-        except Lost as lost:
-            link.close()
-            raise Unreachable(
-                self.name, lost.code, f"during the handshake: {lost.message}"
-            ) from lost
-        except BaseException:
-            link.close()
-            raise
+        return Link(self.name, connection)
 
 
 def read_identity(node: str, link: Link, timeout: float) -> Identity:

@@ -1,5 +1,6 @@
 """The configuration room: what it accepts, what it refuses and in which words, what it hides."""
 
+import json
 import os
 import re
 import string
@@ -681,7 +682,7 @@ def test_what_is_no_duration(text: str) -> None:
 
 def test_schema_describes_every_setting() -> None:
     """Each has a description, each value a default, and the burial warning stands where it must."""
-    document = schema()
+    document = json.loads(json.dumps(schema()))
     tables = [document, *document["$defs"].values()]
     for table in tables:
         assert table["additionalProperties"] is False

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import core_schema
+from pydantic_core import PydanticUndefined, core_schema
 
 from emqtimerd.config.load import Config
 from emqtimerd.config.problems import Path, dotted, key_text, quoted
@@ -94,7 +94,9 @@ def _tables(table: type[Section]) -> list[type[Section]]:
 def _write_defaults(properties: dict[str, Any], table: type[Section]) -> None:
     for (key, kind), field in zip(fields(table).items(), table.model_fields.values(), strict=True):
         default = field.get_default(call_default_factory=False)
-        # A table's default is that of its settings; an override has none.
-        if default is not None and not field.is_required() and not isinstance(default, Section):
+        # A table's default is that of its settings; an override and a table of tables have none.
+        if default is None or default is PydanticUndefined or isinstance(default, Section):
+            continue
+        if not field.is_required():
             form = kind.note(TextForm)
             properties[key]["default"] = form.write(default) if form else default

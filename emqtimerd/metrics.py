@@ -92,10 +92,6 @@ class Family:
         return head
 
 
-def _by_verb(path: str) -> dict[str, Callable[[QueueFacts], Value]]:
-    return {f'verb="{verb}"': attrgetter(f"{verb}.{path}") for verb in VERBS}
-
-
 def _item(path: str, index: int) -> Callable[[QueueFacts], Value]:
     read = attrgetter(path)
     return lambda facts: read(facts)[index]
@@ -173,19 +169,16 @@ QUEUE_FAMILIES = (
         "gauge",
         "When the queue was last swept with success, as a Unix time in seconds; 0 until the "
         "first, so that a queue that never was looks as old as it is.",
-        _by_verb("last_sweep"),
+        {f'verb="{verb}"': attrgetter(f"{verb}.last_sweep") for verb in VERBS},
     ),
-)
-
-
-def _overdue(now: float) -> Family:
-    return Family(
+    Family(
         "emqtimerd_queue_overdue_seconds",
         "gauge",
         "How long the oldest job of the schedule has been due, as far as the last sweep could "
         "see, in seconds; 0 if none is.",
-        {"": lambda facts: round(facts.overdue_seconds(now), 3)},
-    )
+        {"": None},
+    ),
+)
 
 
 ERRORS = Family(
@@ -201,53 +194,20 @@ GUARD = Family(
     "gauge",
     "1 if the last stall check of the queue was softened as a mass expiry; only for queues with "
     "stalled_check.mass_expiry.",
-    {"": lambda facts: int(bool(facts.guarded))},
+    {"": attrgetter("guarded")},
 )
 
 
-def queue_lines(queues: Sequence[QueueFacts], now: float, openmetrics: bool) -> Iterator[bytes]:
+def queue_lines(ledger: Ledger, openmetrics: bool) -> Iterator[bytes]:
     """The text of everything that exists once for each queue, in pieces."""
-    labels = [_escaped(facts.name) for facts in queues]
-    for family in (*QUEUE_FAMILIES, _overdue(now)):
-        yield from _lines(family, queues, labels, openmetrics)
-    guarded = [facts for facts in queues if facts.guarded is not None]
-    if guarded:
-        yield from _lines(GUARD, guarded, [_escaped(facts.name) for facts in guarded], openmetrics)
-    yield from _error_lines(queues, labels, openmetrics)
+    now = ledger.overview().now
 
+    def overdue(facts: QueueFacts) -> Value:
+        return round(facts.overdue_seconds(now), 3)
 
-def _lines(
-    family: Family, queues: Sequence[QueueFacts], labels: Sequence[str], openmetrics: bool
-) -> Iterator[bytes]:
-    yield family.head(openmetrics).encode()
-    for others, read in family.series.items():
-        before = f'{family.name}{{queue="'
-        after = f'",{others}}} ' if others else '"} '
-        for start in range(0, len(queues), LINES_AT_ONCE):
-            end = start + LINES_AT_ONCE
-            pairs = zip(labels[start:end], map(read, queues[start:end]), strict=True)
-            yield "".join([f"{before}{label}{after}{value}\n" for label, value in pairs]).encode()
-
-
-def _error_lines(
-    queues: Sequence[QueueFacts], labels: Sequence[str], openmetrics: bool
-) -> Iterator[bytes]:
-    yield ERRORS.head(openmetrics).encode()
-    for start in range(0, len(queues), LINES_AT_ONCE):
-        end = start + LINES_AT_ONCE
-        lines = [
-            f'{ERRORS.name}{{queue="{label}",verb="{verb}",code="{code}"}} {count}\n'
-            for label, facts in zip(labels[start:end], queues[start:end], strict=True)
-            for verb, errors in (
-                ("promote", facts.promote.errors),
-                ("stalled_check", facts.stalled_check.errors),
-            )
-            for code, count in errors.items()
-        ]
-        if lines:
-            yield "".join(lines).encode()
-
-
+    families = [(family, others) for family in QUEUE_FAMILIES for others in family.series]
+    readers = [family.series[others] or overdue for family, others in families]
+    names, guarded, *rest = ledger.columns([attrgetter("name"), *GUARD.series.values(), *readers])
 # --- the few others -----------------------------------------------------------------------------
 
 
@@ -261,14 +221,24 @@ class LedgerCollector(Collector):
         """Read the ledger; nothing asks the server."""
         overview = self._ledger.overview()
         yield from _node_metrics(overview)
-        rounds = HistogramMetricFamily(
+        yield _by_round(
             "emqtimerd_round_duration_seconds",
             "How long a round took, all its queues and passes, in seconds.",
+            overview.rounds,
+        )
+        yield _by_round(
+            "emqtimerd_round_start_lateness_seconds",
+            "How long after its turn a round began, in seconds.",
+            overview.starts,
+        )
+        skipped = CounterMetricFamily(
+            "emqtimerd_rounds_skipped",
+            "Rounds that were left out, since the one before was still going.",
             labels=["verb"],
         )
-        for verb, distribution in overview.rounds.items():
-            rounds.add_metric([verb], *_histogram(distribution))
-        yield rounds
+        for verb, count in overview.skipped.items():
+            skipped.add_metric([verb], count)
+        yield skipped
         yield _lateness(
             "emqtimerd_promotion_lateness_seconds",
             "How long past its due time the oldest job of a sweep was when it moved, in seconds.",
@@ -321,6 +291,13 @@ def _node_metrics(overview: Overview) -> Iterable[Metric]:
             }
             info.add_metric([name], known)
     return up, restarts, info
+
+
+def _by_round(name: str, documentation: str, distributions: Mapping[Verb, Distribution]) -> Metric:
+    family = HistogramMetricFamily(name, documentation, labels=["verb"])
+    for verb, distribution in distributions.items():
+        family.add_metric([verb], *_histogram(distribution))
+    return family
 
 
 def _lateness(name: str, documentation: str, distribution: Distribution) -> Metric:

@@ -58,6 +58,8 @@ OTHERS = {
     "emqtimerd_sweep_errors_total": "counter",
     "emqtimerd_node_restarts_total": "counter",
     "emqtimerd_round_duration_seconds": "histogram",
+    "emqtimerd_round_start_lateness_seconds": "histogram",
+    "emqtimerd_rounds_skipped_total": "counter",
     "emqtimerd_promotion_lateness_seconds": "histogram",
     "emqtimerd_recovery_lateness_seconds": "histogram",
     "emqtimerd_node_up": "gauge",
@@ -128,6 +130,9 @@ def busy(ledger: Ledger) -> Ledger:
     blocked = SweepResult("emails", "stalled_check", blocked=Blocked(b"JOB1", "EMQSTATE no"))
     ledger.record("promote", [promotion, lost], 0.25)
     ledger.record("stalled_check", [check, blocked], 0.5)
+    ledger.round_late("promote", 0.5)
+    ledger.round_skipped("promote")
+    ledger.round_skipped("promote")
     ledger.guard("orders", True)
     ledger.reloaded("no such file")
     return ledger
@@ -234,6 +239,10 @@ def test_what_happened_is_what_is_shown(busy: Ledger) -> None:
         (1, "emqtimerd_recovery_lateness_seconds_count", {}),
         (1, "emqtimerd_round_duration_seconds_count", {"verb": "stalled_check"}),
         (0.5, "emqtimerd_round_duration_seconds_sum", {"verb": "stalled_check"}),
+        (1, "emqtimerd_round_start_lateness_seconds_count", {"verb": "promote"}),
+        (0.5, "emqtimerd_round_start_lateness_seconds_sum", {"verb": "promote"}),
+        (2, "emqtimerd_rounds_skipped_total", {"verb": "promote"}),
+        (0, "emqtimerd_rounds_skipped_total", {"verb": "stalled_check"}),
     ):
         assert value(found, name, **labels) == expected, (name, labels)
     assert value(found, "emqtimerd_promotion_lateness_seconds_sum") == pytest.approx(0.703)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 from emqtimerd import wire
 from emqtimerd.node import Identity
 from emqtimerd.sweeper import VERBS, Blocked, Failure, SweepResult, Verb
 
 READ_AT_ONCE = 200
-"""How many queues a reading copies under the lock: some 0.5 ms, a tenth of the interpreter's own
+"""How many queues are read in one hold of the lock: some 0.5 ms, a tenth of the interpreter's own
 switching interval."""
 
 ROUNDS_MISSED = 3
@@ -217,6 +218,7 @@ class Ledger:
         self._good_rounds: dict[Verb, float] = {}
         self._expected_since = monotonic()
         self._reload_problem: str | None = None
+        self._last_fault: tuple[float, str] | None = None
         self._shard = (0, 1)
         self._stopping = False
 
@@ -305,11 +307,12 @@ class Ledger:
             facts.last_sweep = result.finished_at
             facts.blocked = facts.failure = None
         facts.due = _due(facts.due, result, now)
-        _count_errors(facts, result)
+        if fault := _count_errors(facts, result):
+            self._last_fault = self._wall(), f"{result.verb} of {result.queue}: {fault}"
         return bool(result.passes or result.blocked)
 
-    def guard(self, queue: str, raised: bool) -> None:
-        """Note whether a mass expiry of the queue is spared, for queues that are looked at."""
+    def guard(self, queue: str, raised: bool | None) -> None:
+        """Note whether a mass expiry of the queue is spared; None where nobody looks (any more)."""
         with self._lock:
             facts = self._queues.get(queue)
             if facts is not None:
@@ -373,14 +376,32 @@ class Ledger:
 
     # --- what is asked --------------------------------------------------------------------------
 
-    def queues(self) -> list[QueueFacts]:
-        """Copies of all queues. Each is consistent in itself; a round may end between two."""
+    def columns(self, readers: Sequence[Callable[[QueueFacts], Any]]) -> list[list[Any]]:
+        """What each reader makes of each queue: a column a reader, all in one order of queues.
+
+        The values of one queue are of one instant; a round may end between two queues. Columns,
+        because ten thousand copies would be garbage enough for a full collection, which stops
+        every thread for some 80 ms.
+        """
         with self._lock:
             present = list(self._queues.values())
-        copies: list[QueueFacts] = []
+        columns: list[list[Any]] = [[] for _ in readers]
         for start in range(0, len(present), READ_AT_ONCE):
+            part = present[start : start + READ_AT_ONCE]
             with self._lock:
-                copies += [queue.copy() for queue in present[start : start + READ_AT_ONCE]]
+                for column, read in zip(columns, readers, strict=True):
+                    column.extend(map(read, part))
+        return columns
+
+    def queues(self, names: Iterable[str] | None = None) -> list[QueueFacts]:
+        """Copies of these queues, or of all, each of one instant; those that left are left out."""
+        with self._lock:
+            wanted = list(self._queues if names is None else names)
+        copies: list[QueueFacts] = []
+        for start in range(0, len(wanted), READ_AT_ONCE):
+            with self._lock:
+                found = map(self._queues.get, wanted[start : start + READ_AT_ONCE])
+                copies += [queue.copy() for queue in found if queue is not None]
         return copies
 
     def overview(self) -> Overview:
@@ -409,8 +430,16 @@ class Ledger:
     def status(self) -> str:
         """How things stand, in one line: for a service manager."""
         health = self.health()
-        state = "ready" if health.ready else "; ".join(health.reasons)
-        return f"{state}; {len(self._queues)} queues, {self._moved} jobs moved"
+        parts = ["ready" if health.ready else "; ".join(health.reasons)]
+        if self._reload_problem is not None:
+            parts.append(f"reload refused: {self._reload_problem.partition(chr(10))[0]}")
+        parts.append(f"{len(self._queues)} queues, {self._moved} jobs moved")
+        if self._last_fault is not None:
+            when, what = self._last_fault
+            # Its time of day and not its age, so that the line stays while nothing happens.
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))
+            parts.append(f"last fault {stamp}: {what}")
+        return "; ".join(parts)
 
     def health(self) -> Health:
         """Whether the process turns, and whether it does its work."""
@@ -469,16 +498,18 @@ def _due(known: float | None, result: SweepResult, now: float) -> float | None:
     return None if result.passes else known
 
 
-def _count_errors(facts: VerbFacts, result: SweepResult) -> None:
-    """Count what went wrong, once a round; what was not tried counts nowhere."""
+def _count_errors(facts: VerbFacts, result: SweepResult) -> str:
+    """Count what went wrong, once a round, and say it; what was not tried counts nowhere."""
     facts.unknown += result.unknown
-    code = None
     if result.blocked:
         facts.blocked = result.blocked
-        code = "EMQSTATE"
+        job_id = wire.printable(result.blocked.job_id or b"?")
+        code, fault = "EMQSTATE", f"blocked by {job_id}: {result.blocked.reason}"
     elif result.failure and not result.skipped:
         facts.failure = result.failure
-        code = wire.error_code(result.failure.code)
-    if code is not None:
-        facts.error += not result.unknown
-        facts.errors = {**facts.errors, code: facts.errors.get(code, 0) + 1}
+        code, fault = wire.error_code(result.failure.code), result.failure.message
+    else:
+        return ""
+    facts.error += not result.unknown
+    facts.errors = {**facts.errors, code: facts.errors.get(code, 0) + 1}
+    return fault

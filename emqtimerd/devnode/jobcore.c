@@ -59,6 +59,7 @@ enum {
 #define HASH_DELETE ((Str *)(intptr_t)1) /* the server's marker: delete this field */
 
 enum { /* what a command does with a key */
+    KEY_RO = 1 << 0,
     KEY_RW = 1 << 1,
     KEY_ACCESS = 1 << 4,
     KEY_UPDATE = 1 << 5,
@@ -67,7 +68,7 @@ enum { /* what a command does with a key */
     KEY_VARIABLE_FLAGS = 1 << 10,
 };
 enum { SEARCH_BY_INDEX = 2, FIND_BY_KEYNUM = 3 };
-enum { ARG_STRING = 0, ARG_INTEGER = 1, ARG_KEY = 3, ARG_UNIX_TIME = 5, ARG_PURE_TOKEN = 6, ARG_ONEOF = 7, ARG_BLOCK = 8 };
+enum { ARG_STRING = 0, ARG_INTEGER = 1, ARG_KEY = 3, ARG_PURE_TOKEN = 6, ARG_ONEOF = 7, ARG_BLOCK = 8 };
 enum { ARG_OPTIONAL = 1 << 0, ARG_MULTIPLE = 1 << 1 };
 
 typedef struct ArgDoc {
@@ -383,7 +384,7 @@ static const char *shown_str(const Str *s, char out[SHOWN_ROOM]) {
     return shown(bytes, len, out);
 }
 
-/* Replies answer true and refusals false, so that a verb can end with `return reply_number(…)` or `return refuse_…`. */
+/* Replies answer true and refusals false: a check can end with `|| refuse_job(…)`, a verb with either. */
 
 static bool reply_number(Call *c, long long n) {
     return RM_ReplyWithLongLong(c->ctx, n) == OK;
@@ -502,12 +503,16 @@ static bool metric(Call *c, long long *value) {
 }
 
 /* Lane and flow rows are not native: other verbs than these know how to settle them. */
-static bool is_flat(Call *c, const Job *job) {
-    return !has_field(c, job->row, W_GROUP) || refuse_job(c, "EMQSTATE", job->id, "not native: a lane row (field group)");
+static bool lacks(Call *c, const Job *job, Word mark, const char *why) {
+    return !has_field(c, job->row, mark) || refuse_job(c, "EMQSTATE", job->id, why);
+}
+
+static bool is_no_lane(Call *c, const Job *job) {
+    return lacks(c, job, W_GROUP, "not native: a lane row (field group)");
 }
 
 static bool is_no_child(Call *c, const Job *job) {
-    return !has_field(c, job->row, W_PARENT) || refuse_job(c, "EMQSTATE", job->id, "not native: a flow child (field parent)");
+    return lacks(c, job, W_PARENT, "not native: a flow child (field parent)");
 }
 
 static bool state_is(Call *c, const Job *job, Place place) {
@@ -607,9 +612,9 @@ static void set_state(Call *c, const Job *job, Place place) {
 }
 
 static void add_metric(Call *c, long long before, long long more) {
-    Str *count = RM_CreateStringFromLongLong(c->ctx, before + more);
-    set_fields(c, c->side, c->side_key, word(c, W_COUNT), count, NULL, NULL, NULL, NULL);
-    drop(c, count);
+    Str *sum = RM_CreateStringFromLongLong(c->ctx, before + more);
+    set_fields(c, c->side, c->side_key, word(c, W_COUNT), sum, NULL, NULL, NULL, NULL);
+    drop(c, sum);
 }
 
 /* The stamp that tells an expiry which crossed a restart from a stall. */
@@ -668,7 +673,8 @@ static bool accept_shape(Call *c) {
 
 /* emq:{q}: with a queue name that keeps the hash tag whole. */
 static bool is_base(const char *s, size_t len) {
-    if (len < sizeof "emq:{q}:" - 1 || memcmp(s, "emq:{", 5) != 0 || memcmp(s + len - 2, "}:", 2) != 0) return false;
+    if (len < sizeof "emq:{q}:" - 1) return false;
+    if (memcmp(s, "emq:{", 5) != 0 || memcmp(s + len - 2, "}:", 2) != 0) return false;
     return !memchr(s + 5, '{', len - 7) && !memchr(s + 5, '}', len - 7);
 }
 
@@ -700,7 +706,8 @@ static bool accept_base(Call *c) {
 static bool accept_id(Call *c, const Str *id) {
     size_t len;
     const char *bytes = RM_StringPtrLen(id, &len);
-    return (len >= 3 && memcmp(bytes, "JOB", 3) == 0) || refuse_job(c, "EMQKIND", id, "is not a job id: it must begin with JOB");
+    if (len >= 3 && memcmp(bytes, "JOB", 3) == 0) return true;
+    return refuse_job(c, "EMQKIND", id, "is not a job id: it must begin with JOB");
 }
 
 static bool accept_number(Call *c, Arg arg, const Str *text, long long min, long long max, long long *out) {
@@ -824,7 +831,8 @@ static int run(const Verb *verb, Ctx *ctx, Str **argv, int argc) {
     }
     Call c = {.verb = verb, .ctx = ctx, .argv = argv, .argc = argc, .now = RM_Milliseconds()};
     borrow_buffers(&c);
-    if (accept_shape(&c) && accept_base(&c) && accept_arguments(&c) && accept_names(&c) && accept_types(&c)) verb->body(&c);
+    if (accept_shape(&c) && accept_base(&c) && accept_arguments(&c) && accept_names(&c) && accept_types(&c))
+        verb->body(&c);
     finish(&c);
     return OK;
 }
@@ -908,7 +916,8 @@ static bool extends(Call *c) {
 static bool complete(Call *c) {
     long long completed;
     if (missing(c->job.row)) return reply_number(c, 0);
-    if (!is_flat(c, &c->job) || !is_no_child(c, &c->job) || !is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
+    if (!is_no_lane(c, &c->job) || !is_no_child(c, &c->job)) return false;
+    if (!is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
     if (!metric(c, &completed)) return false;
     take(c, ACTIVE, &c->job, 1);
     RM_DeleteKey(c->job.row);
@@ -941,7 +950,7 @@ static bool reschedule(Call *c) {
  * 1, or -1 where the job is gone. */
 static bool delay(Call *c) {
     if (missing(c->job.row)) return reply_number(c, -1);
-    if (!is_flat(c, &c->job) || !is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
+    if (!is_no_lane(c, &c->job) || !is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
     take(c, ACTIVE, &c->job, 1);
     put(c, SCHEDULE, &c->job, 1, MOVE, c->due);
     set_state(c, &c->job, SCHEDULE);
@@ -953,19 +962,20 @@ static bool delay(Call *c) {
 static bool fail(Call *c) {
     long long failures, failed = 0;
     if (missing(c->job.row)) return refuse_job(c, "EMQSTATE", c->job.id, "is gone: it has no row");
-    if (!is_flat(c, &c->job) || !is_no_child(c, &c->job) || !is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
+    if (!is_no_lane(c, &c->job) || !is_no_child(c, &c->job)) return false;
+    if (!is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
     if (!job_counter(c, &c->job, W_FAILURES, &failures)) return false;
     bool terminal = failures + 1 >= c->budget;
     if (terminal && !metric(c, &failed)) return false;
 
     Place to = terminal ? DEAD : SCHEDULE;
-    Str *count = RM_CreateStringFromLongLong(c->ctx, failures + 1);
+    Str *failures_text = RM_CreateStringFromLongLong(c->ctx, failures + 1);
     take(c, ACTIVE, &c->job, 1);
     put(c, to, &c->job, 1, MOVE, terminal ? 0 : c->due);
-    set_fields(c, c->job.row, c->job.name, word(c, W_STATE), word(c, (Word)to), word(c, W_FAILURES), count,
+    set_fields(c, c->job.row, c->job.name, word(c, W_STATE), word(c, (Word)to), word(c, W_FAILURES), failures_text,
                word(c, W_LAST_ERROR), c->error);
     if (terminal) add_metric(c, failed, 1);
-    drop(c, count);
+    drop(c, failures_text);
     return reply_text(c, word_text[to]);
 }
 
@@ -973,7 +983,7 @@ static bool fail(Call *c) {
  * 1, or -1 where the job is gone. Keeps every counter. */
 static bool reprocess(Call *c) {
     if (missing(c->job.row)) return reply_number(c, -1);
-    if (!is_flat(c, &c->job) || !is_in(c, &c->job, DEAD)) return false;
+    if (!is_no_lane(c, &c->job) || !is_in(c, &c->job, DEAD)) return false;
     take(c, DEAD, &c->job, 1);
     put(c, PENDING, &c->job, 1, MOVE, 0);
     set_state(c, &c->job, PENDING);
@@ -989,7 +999,7 @@ static bool reprocess(Call *c) {
  * 1, or -1 where the job is gone. Writes no counter. */
 static bool requeue(Call *c) {
     if (missing(c->job.row)) return reply_number(c, -1);
-    if (!is_flat(c, &c->job) || !is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
+    if (!is_no_lane(c, &c->job) || !is_in(c, &c->job, ACTIVE) || !is_held(c, &c->job)) return false;
     take(c, ACTIVE, &c->job, 1);
     put(c, PENDING, &c->job, 1, MOVE, 0);
     set_state(c, &c->job, PENDING);
@@ -1006,7 +1016,7 @@ static bool sweep(Call *c, Place from) {
         Job *job = add_job(c, RM_ZsetRangeCurrentElement(set, NULL));
         if (missing(job->row)) continue;
         if (!has_type(job->row, TYPE_HASH)) return refuse_type(c, job->name);
-        if (!is_flat(c, job) || !is_in(c, job, from)) return false;
+        if (!is_no_lane(c, job) || !is_in(c, job, from)) return false;
         job->fate = MOVE;
     }
     RM_ZsetRangeStop(set);
@@ -1079,6 +1089,7 @@ static bool version(Call *c);
 
 /* ---------------------------------------------------------------- the table */
 
+#define READ (KEY_RO | KEY_ACCESS)
 #define TAKEN (KEY_RW | KEY_DELETE)
 #define READ_AND_TAKEN (KEY_RW | KEY_ACCESS | KEY_DELETE)
 #define PUT_INTO (KEY_RW | KEY_INSERT)
@@ -1091,37 +1102,37 @@ static bool version(Call *c);
 
 /* The order of the rows is the order of the tokens. Only a verb that adds a job is refused when memory is short:
  * the others move or end jobs, which is the way out. */
-#define TABLE(ROW)                                                                                                      \
-    ROW(enqueue, "EMQ.ENQUEUE", "enqueue", "write deny-oom fast", "Adds a job to pending", "O(log N)", NO_SIDE,         \
-        KEYS({K_ROW, PUT_INTO}, {K_PENDING, PUT_INTO}), ARGUMENTS(A_ID, A_PAYLOAD))                                     \
-    ROW(claim, "EMQ.CLAIM", "claim claim.pause", "write fast", "Leases the first pending job", "O(log N)", SIDE_META,   \
-        KEYS({K_PENDING, READ_AND_TAKEN}, {K_ACTIVE, PUT_INTO}, BASE_KEY), ARGUMENTS(A_LEASE_MS))                       \
-    ROW(extend, "EMQ.EXTEND", "extend", "write fast", "Extends the lease of a job", "O(log N)", NO_SIDE,                \
-        KEYS({K_ACTIVE, CHANGED}, {K_ROW, CHANGED}), ARGUMENTS(A_ID, A_TOKEN, A_LEASE_MS))                              \
-    ROW(extends, "EMQ.EXTENDS", "extends", "write", "Extends the leases of many jobs", "O(M log N), M jobs", NO_SIDE,   \
-        KEYS({K_ACTIVE, CHANGED}, BASE_KEY), PLUS_PAIRS(A_LEASE_MS))                                                    \
-    ROW(complete, "EMQ.COMPLETE", "complete.flat", "write fast", "Ends a job", "O(log N)", SIDE_COMPLETED,              \
-        KEYS({K_ACTIVE, TAKEN}, {K_ROW, READ_AND_TAKEN}), ARGUMENTS(A_ID, A_TOKEN, A_BASE))                             \
-    ROW(schedule, "EMQ.SCHEDULE", "schedule", "write deny-oom fast", "Adds a delayed job", "O(log N)", NO_SIDE,         \
-        KEYS({K_ROW, PUT_INTO}, {K_SCHEDULE, PUT_INTO}), ARGUMENTS(A_ID, A_PAYLOAD, A_WHEN, A_DUE_MS))                  \
-    ROW(promote, "EMQ.PROMOTE", "promote", "write", "Moves due jobs to pending", "O(M log N), M jobs", NO_SIDE,         \
-        KEYS({K_SCHEDULE, READ_AND_TAKEN}, {K_PENDING, PUT_INTO}, BASE_KEY), ARGUMENTS(A_LIMIT))                        \
-    ROW(reschedule, "EMQ.RESCHEDULE", "reschedule", "write fast", "Moves the due time of a job", "O(log N)", NO_SIDE,   \
-        KEYS({K_ROW, KEY_RW | KEY_ACCESS}, {K_SCHEDULE, CHANGED}), ARGUMENTS(A_ID, A_WHEN, A_DUE_MS))                   \
-    ROW(delay, "EMQ.DELAY", "delay", "write fast", "Puts an active job back for later", "O(log N)", NO_SIDE,            \
-        KEYS({K_ACTIVE, TAKEN}, {K_SCHEDULE, PUT_INTO}, {K_ROW, CHANGED}), ARGUMENTS(A_ID, A_TOKEN, A_DELAY_MS))        \
-    ROW(fail, "EMQ.FAIL", "fail.flat", "write fast", "Counts a failure: retries later, or buries", "O(log N)",          \
-        SIDE_FAILED, KEYS({K_ACTIVE, TAKEN}, {K_SCHEDULE, PUT_INTO}, {K_DEAD, PUT_INTO}, {K_ROW, CHANGED}),             \
-        ARGUMENTS(A_ID, A_TOKEN, A_DELAY_MS, A_MAX_ATTEMPTS, A_ERROR, A_BASE))                                          \
-    ROW(reprocess, "EMQ.REPROCESS", "reprocess", "write fast", "Gives a dead job another life", "O(log N)", NO_SIDE,    \
-        KEYS({K_ROW, CHANGED}, {K_DEAD, TAKEN}, {K_PENDING, PUT_INTO}), ARGUMENTS(A_ID))                                \
-    ROW(requeue, "EMQ.REQUEUE", "requeue", "write fast", "Gives an active job back", "O(log N)", NO_SIDE,               \
-        KEYS({K_ACTIVE, TAKEN}, {K_PENDING, PUT_INTO}, {K_ROW, CHANGED}), ARGUMENTS(A_ID, A_TOKEN))                     \
-    ROW(stalled_check, "EMQ.STALLED.CHECK", "stalled.check", "write", "Recovers or buries jobs whose lease expired",    \
-        "O(M log N), M jobs", SIDE_FAILED,                                                                              \
-        KEYS({K_ACTIVE, READ_AND_TAKEN}, {K_PENDING, PUT_INTO}, {K_DEAD, PUT_INTO}, BASE_KEY),                          \
-        ARGUMENTS(A_MAX_STALLED, A_LIMIT))                                                                              \
-    ROW(version, "EMQ.VERSION", NULL, "readonly fast", "The capability tokens of this node", "O(1)", NO_SIDE,            \
+#define TABLE(ROW)                                                                                                     \
+    ROW(enqueue, "EMQ.ENQUEUE", "enqueue", "write deny-oom fast", "Adds a job to pending", "O(log N)", NO_SIDE,        \
+        KEYS({K_ROW, PUT_INTO}, {K_PENDING, PUT_INTO}), ARGUMENTS(A_ID, A_PAYLOAD))                                    \
+    ROW(claim, "EMQ.CLAIM", "claim claim.pause", "write fast", "Leases the first pending job", "O(log N)", SIDE_META,  \
+        KEYS({K_PENDING, READ_AND_TAKEN}, {K_ACTIVE, PUT_INTO}, BASE_KEY), ARGUMENTS(A_LEASE_MS))                      \
+    ROW(extend, "EMQ.EXTEND", "extend", "write fast", "Extends the lease of a job", "O(log N)", NO_SIDE,               \
+        KEYS({K_ACTIVE, CHANGED}, {K_ROW, CHANGED}), ARGUMENTS(A_ID, A_TOKEN, A_LEASE_MS))                             \
+    ROW(extends, "EMQ.EXTENDS", "extends", "write", "Extends the leases of many jobs", "O(M log N), M jobs", NO_SIDE,  \
+        KEYS({K_ACTIVE, CHANGED}, BASE_KEY), PLUS_PAIRS(A_LEASE_MS))                                                   \
+    ROW(complete, "EMQ.COMPLETE", "complete.flat", "write fast", "Ends a job", "O(log N)", SIDE_COMPLETED,             \
+        KEYS({K_ACTIVE, TAKEN}, {K_ROW, READ_AND_TAKEN}), ARGUMENTS(A_ID, A_TOKEN, A_BASE))                            \
+    ROW(schedule, "EMQ.SCHEDULE", "schedule", "write deny-oom fast", "Adds a delayed job", "O(log N)", NO_SIDE,        \
+        KEYS({K_ROW, PUT_INTO}, {K_SCHEDULE, PUT_INTO}), ARGUMENTS(A_ID, A_PAYLOAD, A_WHEN, A_DUE_MS))                 \
+    ROW(promote, "EMQ.PROMOTE", "promote", "write", "Moves due jobs to pending", "O(M log N), M jobs", NO_SIDE,        \
+        KEYS({K_SCHEDULE, READ_AND_TAKEN}, {K_PENDING, PUT_INTO}, BASE_KEY), ARGUMENTS(A_LIMIT))                       \
+    ROW(reschedule, "EMQ.RESCHEDULE", "reschedule", "write fast", "Moves the due time of a job", "O(log N)", NO_SIDE,  \
+        KEYS({K_ROW, READ}, {K_SCHEDULE, CHANGED}), ARGUMENTS(A_ID, A_WHEN, A_DUE_MS))                                 \
+    ROW(delay, "EMQ.DELAY", "delay", "write fast", "Puts an active job back for later", "O(log N)", NO_SIDE,           \
+        KEYS({K_ACTIVE, TAKEN}, {K_SCHEDULE, PUT_INTO}, {K_ROW, CHANGED}), ARGUMENTS(A_ID, A_TOKEN, A_DELAY_MS))       \
+    ROW(fail, "EMQ.FAIL", "fail.flat", "write fast", "Counts a failure: retries later, or buries", "O(log N)",         \
+        SIDE_FAILED, KEYS({K_ACTIVE, TAKEN}, {K_SCHEDULE, PUT_INTO}, {K_DEAD, PUT_INTO}, {K_ROW, CHANGED}),            \
+        ARGUMENTS(A_ID, A_TOKEN, A_DELAY_MS, A_MAX_ATTEMPTS, A_ERROR, A_BASE))                                         \
+    ROW(reprocess, "EMQ.REPROCESS", "reprocess", "write fast", "Gives a dead job another life", "O(log N)", NO_SIDE,   \
+        KEYS({K_ROW, CHANGED}, {K_DEAD, TAKEN}, {K_PENDING, PUT_INTO}), ARGUMENTS(A_ID))                               \
+    ROW(requeue, "EMQ.REQUEUE", "requeue", "write fast", "Gives an active job back", "O(log N)", NO_SIDE,              \
+        KEYS({K_ACTIVE, TAKEN}, {K_PENDING, PUT_INTO}, {K_ROW, CHANGED}), ARGUMENTS(A_ID, A_TOKEN))                    \
+    ROW(stalled_check, "EMQ.STALLED.CHECK", "stalled.check", "write", "Recovers or buries jobs whose lease expired",   \
+        "O(M log N), M jobs", SIDE_FAILED,                                                                             \
+        KEYS({K_ACTIVE, READ_AND_TAKEN}, {K_PENDING, PUT_INTO}, {K_DEAD, PUT_INTO}, BASE_KEY),                         \
+        ARGUMENTS(A_MAX_STALLED, A_LIMIT))                                                                             \
+    ROW(version, "EMQ.VERSION", NULL, "readonly fast", "The capability tokens of this node", "O(1)", NO_SIDE,          \
         .nkeys = 0, .nargs = 0)
 
 #define INDEX(body, ...) INDEX_##body,
@@ -1190,8 +1201,16 @@ static ArgDoc argument_doc(Arg arg) {
     };
     ArgDoc doc = {.name = arg_name[arg], .type = ARG_STRING, .key_spec_index = -1};
     switch (arg) {
-    case A_WHEN: doc.type = ARG_ONEOF, doc.subargs = when; break;
-    case A_PAIRS: doc.name = "lease", doc.type = ARG_BLOCK, doc.subargs = pair, doc.flags = ARG_OPTIONAL | ARG_MULTIPLE; break;
+    case A_WHEN:
+        doc.type = ARG_ONEOF;
+        doc.subargs = when;
+        break;
+    case A_PAIRS:
+        doc.name = "lease";
+        doc.type = ARG_BLOCK;
+        doc.subargs = pair;
+        doc.flags = ARG_OPTIONAL | ARG_MULTIPLE;
+        break;
     case A_DUE_MS: case A_LEASE_MS: case A_DELAY_MS: case A_MAX_ATTEMPTS: case A_MAX_STALLED: case A_LIMIT:
         doc.type = ARG_INTEGER;
         break;
@@ -1238,8 +1257,11 @@ static bool register_verb(Ctx *ctx, const Verb *v) {
     Command *command = RM_GetCommand ? RM_GetCommand(ctx, v->name) : NULL;
     if (!command) return true;
     if (RM_SetCommandInfo && !describe(v, command)) return false;
-    const char *categories = !v->nkeys ? "read fast" : strstr(v->flags, "fast") ? "write sortedset hash fast" : "write sortedset hash slow";
-    return !RM_SetCommandACLCategories || RM_SetCommandACLCategories(command, categories) == OK;
+    if (!RM_SetCommandACLCategories) return true;
+    char categories[64];
+    snprintf(categories, sizeof categories, "%s %s", v->nkeys ? "write sortedset hash" : "read",
+             strstr(v->flags, "fast") ? "fast" : "slow");
+    return RM_SetCommandACLCategories(command, categories) == OK;
 }
 
 /* Effects are sent by these names. Where the configuration renamed one, replicas and AOF would miss writes. */
@@ -1262,10 +1284,12 @@ static int load(Ctx *ctx, int argc, int options) {
     if (argc != 0) return refuse_to_load(ctx, "it takes no arguments", "");
     if (!read_run_id(ctx)) return refuse_to_load(ctx, "INFO server has no run_id", "");
     for (size_t i = 0; i < sizeof effects / sizeof *effects; i++)
-        if (!has_command(ctx, effects[i])) return refuse_to_load(ctx, "this server was configured without the command ", effects[i]);
+        if (!has_command(ctx, effects[i]))
+            return refuse_to_load(ctx, "this server was configured without the command ", effects[i]);
     RM_SetModuleOptions(ctx, options);
     for (int i = 0; i < VERBS; i++)
-        if (!register_verb(ctx, &verbs[i])) return refuse_to_load(ctx, "the server did not take the command ", verbs[i].name);
+        if (!register_verb(ctx, &verbs[i]))
+            return refuse_to_load(ctx, "the server did not take the command ", verbs[i].name);
     return OK;
 }
 

@@ -515,9 +515,12 @@ class _TlsConnection(redis.SSLConnection):
 
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         dialled, self._host = self._host, self._server_name or self._host
+        # The TLS session is a part of connecting, and its time counts as such.
+        sock.settimeout(self.socket_connect_timeout)
         try:
-            wrapped = super()._wrap_socket_with_ssl(sock)  # type: ignore[no-untyped-call]
-            return cast("ssl.SSLSocket", wrapped)
+            wrapped = cast("ssl.SSLSocket", super()._wrap_socket_with_ssl(sock))  # type: ignore[no-untyped-call]
+            wrapped.settimeout(self.socket_timeout)
+            return wrapped
         finally:
             self._host = dialled
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -124,11 +125,12 @@ class _Client:
 
 
 class Stub:
-    """The server, on a free TCP port or on a Unix socket; a context manager."""
+    """The server, on a free TCP port (with TLS if asked) or on a Unix socket; a context manager."""
 
-    def __init__(self, unix: Path | None = None) -> None:
+    def __init__(self, unix: Path | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.arrivals: list[Arrival] = []
         self.connections = 0
+        self._tls = tls
         self._rules: list[_Rule] = []
         self._lock = threading.Lock()
         self._clients: list[_Client] = []
@@ -137,7 +139,7 @@ class Stub:
         if unix is None:
             self._listener = socket.create_server(("127.0.0.1", 0))
             self.port = self._listener.getsockname()[1]
-            self.url = f"redis://127.0.0.1:{self.port}/0"
+            self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}/0"
         else:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(str(unix))
@@ -228,7 +230,12 @@ class Stub:
         self._listener.close()
 
     def _serve(self, client: _Client) -> None:
-        with contextlib.suppress(OSError), client.socket:
+        # What is not this protocol (a TLS hello, say) is hung up on.
+        with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as sockets:
+            sockets.enter_context(client.socket)
+            if self._tls:
+                client.socket = self._tls.wrap_socket(client.socket, server_side=True)
+                sockets.enter_context(client.socket)
             for words in _commands(client):
                 arrival = Arrival(client.number, tuple(words))
                 with self._lock:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,6 +177,17 @@ def test_an_error_in_the_handshake_is_no_verdict_on_the_node(
     assert text in caught.value.message
 
 
+@pytest.mark.parametrize("verb", ["EMQ.VERSION", "GET", "INFO"])
+def test_an_odd_answer_in_the_handshake_is_a_fault(
+    stub: Stub, open_to: Callable[..., Node], verb: str
+) -> None:
+    """Case "RESP3 push frames and reply shapes": an odd shape is an error, here too."""
+    stub.on(verb, array(integer(1)))
+    with pytest.raises(NotReady) as caught:
+        handshake(open_to(stub.url))
+    assert caught.value.code == "shape"
+
+
 _GOOD = {"EMQ.VERSION": bulk(b"promote stalled.check"), "GET": bulk(wire.BRAND)}
 
 
@@ -295,6 +309,79 @@ def test_a_connection_that_closes_in_the_handshake_is_unreachable(
         handshake(open_to(stub.url))
     assert caught.value.code == "connection"
     assert "during the handshake" in caught.value.message
+
+
+# --- TLS ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate that signs itself, for the host name `node.test` and no address; key inside."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here to make a certificate with")
+    path = tmp_path_factory.mktemp("tls") / "node.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = ("-subj", "/CN=node.test", "-addext", "subjectAltName=DNS:node.test")
+    files = ("-keyout", f"{path}.key", "-out", f"{path}.crt")
+    subprocess.run([openssl, *words.split(), *names, *files], check=True, capture_output=True)
+    path.write_bytes(Path(f"{path}.crt").read_bytes() + Path(f"{path}.key").read_bytes())
+    return path
+
+
+@pytest.fixture
+def secure(certificate: Path) -> Iterator[Stub]:
+    """A stub that speaks TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with Stub(tls=context) as stub:
+        yield stub
+
+
+def test_a_tls_link_is_verified_and_used_again(
+    secure: Stub, certificate: Path, open_to: Callable[..., Node]
+) -> None:
+    """The name checked is `server_name`, and a session ticket is not taken for a stray reply."""
+    secure.on("PING", bulk(b"x" * 100_000))
+    tls = {"ca_file": str(certificate), "server_name": "node.test"}
+    node = open_to(secure.url, tls=tls)
+    for _ in range(3):
+        with node.link() as link:
+            assert ask(link, PING) == b"x" * 100_000
+    assert secure.connections == 1
+
+
+UNTRUSTED = {
+    "an unknown authority": ({"server_name": "node.test"}, "certificate verify failed"),
+    "another name": ({"server_name": "other.test"}, "mismatch"),
+    "no name at all": ({}, "mismatch"),
+}
+
+
+@pytest.mark.parametrize(("tls", "words"), UNTRUSTED.values(), ids=UNTRUSTED)
+def test_a_server_that_is_not_trusted_is_unreachable(
+    secure: Stub,
+    certificate: Path,
+    open_to: Callable[..., Node],
+    tls: dict[str, str],
+    words: str,
+) -> None:
+    """No TLS session, no command: the reason is OpenSSL's own."""
+    known = {} if words.startswith("certificate") else {"ca_file": str(certificate)}
+    with pytest.raises(Unreachable, match=words):
+        handshake(open_to(secure.url, tls=tls | known))
+    assert secure.arrivals == []
+
+
+def test_a_server_without_tls_is_unreachable_by_tls(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """A TLS hello that is not answered ends the try within the connect timeout."""
+    started = time.monotonic()
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(stub.url.replace("redis://", "rediss://"), connect_timeout="300ms"))
+    assert caught.value.code == "timeout"
+    assert time.monotonic() - started < 3
 
 
 # --- one exchange -------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ TOOLS = {
     for name in ("unshare", "nsenter", "chroot", "setpriv")
 }
 
-# Where the tests themselves and pip's own settings come from is nothing of the image's.
-OUTSIDE = re.compile(r"(EMQTIMERD|PYTHON)\w*|VIRTUAL_ENV")
+# Settings of the tests' own surroundings, which the image's build must not meet.
+OUTSIDE = re.compile(r"(EMQTIMERD|PYTHON)\w*|VIRTUAL_ENV|PIP_CONSTRAINT")
 
 
 @dataclass(frozen=True)

@@ -765,6 +765,24 @@ def test_alerts_and_dashboard_arrive_as_they_are_in_the_chart(helm: Helm) -> Non
     assert dashboard["data"]["emqtimerd.json"] == (CHART / "files" / "dashboard.json").read_text()
 
 
+# --- what is written about it -------------------------------------------------------------------
+
+
+def documented_values() -> list[str]:
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    return re.findall(r"<!-- values -->\n```yaml\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(documented_values())))
+def test_the_documented_values_install_and_load(number: int, helm: Helm, tmp_path: Path) -> None:
+    manifests = helm.manifests(helm.parse(documented_values()[number]))
+    file = tmp_path / "emqtimerd.toml"
+    file.write_text(configuration(manifests))
+    variables = environment(daemon(manifests), "emqtimerd-0")
+    del variables["EMQTIMERD_CONFIG"]
+    load(file, variables, {}, needs_queues=True)
+
+
 # --- the package --------------------------------------------------------------------------------
 
 

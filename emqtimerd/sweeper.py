@@ -195,6 +195,8 @@ class _Course:
     probing: bool
     """The next command tries the head alone, which was refused in the last round."""
     again: bool = False
+    peeks: bool = True
+    """The peek was not refused in this round; a new connection asks again in the next one."""
     last_head: wire.Head | None = None
 
     @classmethod
@@ -390,7 +392,7 @@ def _digest(
         return
     answer = _read(course.result, unit, part, received.now_ms)
     if answer.peek_refused:
-        node.peek_allowed = False
+        node.peek_allowed = course.peeks = False
         course.again = True
     elif answer.error is not None:
         received.astray |= leads_astray(answer.error)
@@ -416,8 +418,9 @@ def _unit(course: _Course, peek_allowed: bool) -> _Unit:
     # The sizes and the epoch counts are for the gauges: once a round will do.
     counts = course.result.passes == 0
     sizes = len(wire.STATES) if counts else 0
-    check = sweep.check(limit, peek_allowed, counts)
-    if not peek_allowed:
+    peeks = peek_allowed and course.peeks
+    check = sweep.check(limit, peeks, counts)
+    if not peeks:
         return _Unit([check], 1 + sizes, counts=counts)
     return _Unit([wire.MULTI, wire.PEEK_HEAD, check], 4 + sizes, peeks=True, counts=counts)
 

@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORE := emqtimerd/devnode/jobcore
 SANITIZE := build/sanitize
-# More arguments for pytest or the benchmark: `make test ARGS='-k devnode'`.
+# More arguments for pytest: `make test ARGS='-k devnode'`.
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -30,8 +30,13 @@ lint: $(READY) ## check style, types, and the C code with warnings as errors
 	@$(BIN)/mypy
 	@$(CC) -std=c11 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -c -o /dev/null $(CORE).c
 
-bench: $(READY) $(CORE).so ## measure the job core's speed (takes minutes)
-	@$(BIN)/python bench/drain.py $(ARGS)
+bench: $(READY) $(CORE).so ## measure job core, daemon and scrapes beside their baselines (takes minutes)
+	$(BIN)/python bench/drain.py
+	$(BIN)/python bench/daemon.py idle
+	$(BIN)/python bench/daemon.py idle --queues 10
+	$(BIN)/python bench/daemon.py lateness
+	$(BIN)/python bench/daemon.py drain
+	$(BIN)/python bench/scrape.py
 
 # The runtime is not linked into the server, so it is preloaded, for the servers alone.
 sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run the tests with the job core under AddressSanitizer and UBSan

@@ -1045,7 +1045,7 @@ static bool crossed_restart(Call *c, const Job *job) {
 /* EMQ.STALLED.CHECK 4 active pending dead base max_stalled limit
  * [[recovered ids] [dead ids]] */
 static bool stalled_check(Call *c) {
-    long long failed = 0;
+    long long failed = 0, stalls_value = 0;
     if (!sweep(c, ACTIVE)) return false;
     for (size_t i = 0; i < c->njobs; i++) {
         Job *job = &c->jobs[i];
@@ -1061,22 +1061,24 @@ static bool stalled_check(Call *c) {
     take(c, ACTIVE, c->jobs, c->njobs);
     put(c, PENDING, c->jobs, c->njobs, RECOVER | RECOVER_COUNTED, 0);
     put(c, DEAD, c->jobs, c->njobs, BURY, 0);
+    Str *stalls = NULL; /* kept from job to job: their counts are mostly equal */
     for (size_t i = 0; i < c->njobs; i++) {
         const Job *job = &c->jobs[i];
-        if (job->fate == GHOST) continue;
-        if (job->fate == RECOVER) {
-            set_state(c, job, PENDING);
-            continue;
+        if (job->fate == RECOVER) set_state(c, job, PENDING);
+        if (!(job->fate & (RECOVER_COUNTED | BURY))) continue;
+        if (!stalls || job->stalled + 1 != stalls_value) {
+            drop(c, stalls);
+            stalls_value = job->stalled + 1;
+            stalls = RM_CreateStringFromLongLong(c->ctx, stalls_value);
         }
-        Str *stalls = RM_CreateStringFromLongLong(c->ctx, job->stalled + 1);
         if (job->fate == BURY)
             set_fields(c, job->row, job->name, word(c, W_STATE), word(c, W_STATE_DEAD), word(c, W_STALLED), stalls,
                        word(c, W_LAST_ERROR), word(c, W_STALLED));
         else
             set_fields(c, job->row, job->name, word(c, W_STATE), word(c, W_STATE_PENDING), word(c, W_STALLED), stalls,
                        NULL, NULL);
-        drop(c, stalls);
     }
+    drop(c, stalls);
     if (buried) add_metric(c, failed, buried);
     reply_array(c, 2);
     reply_ids(c, RECOVER | RECOVER_COUNTED);

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import hiredis
 import redis
 from redis.connection import AbstractConnection
 
 from emqtimerd import wire
-from emqtimerd.config import ConfigError, NodeSettings, read_secret
+from emqtimerd.config import ConfigError, NodeSettings, TlsSettings, read_secret
 
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_CAP_SECONDS = 5.0
@@ -124,6 +124,10 @@ class Link:
         self._usable = True
         self.run_id = ""
         """Which server process is at the other end; set by the fence."""
+        self.generation = 0
+        """How often its node had dropped what it held when this link was made."""
+        self.lost: Lost | None = None
+        """What broke it, if a reply did not come."""
 
     def exchange(
         self, commands: bytes | list[bytes], count: int, deadline: float
@@ -146,11 +150,13 @@ class Link:
                     replies.append(reply)
         except TimeoutError as error:
             self.close()
-            raise Lost(self._node, "timeout", "no reply within the timeout", replies) from error
+            self.lost = Lost(self._node, "timeout", "no reply within the timeout", replies)
+            raise self.lost from error
         except (OSError, hiredis.HiredisError) as error:
             self.close()
             what = f"the connection broke before the reply ({_reason(error)})"
-            raise Lost(self._node, "connection", what, replies) from error
+            self.lost = Lost(self._node, "connection", what, replies)
+            raise self.lost from error
         except BaseException:
             # An interrupt leaves replies unread: the next user of this link would take them for
             # its own.
@@ -232,9 +238,24 @@ LONGEST_GRACE_SECONDS = 86_400.0
 
 
 class Node:
-    """One EMQ server, reached anew whenever its connections drop. Safe for several threads."""
+    """One EMQ server, reached anew whenever its connections drop. Safe for several threads.
 
-    def __init__(self, name: str, dial: Callable[[], AbstractConnection], timeout: float) -> None:
+    One that was found through others (`found`) must be a primary. `brand_is_here` is asked at each
+    fence and says whether the server has the brand; it raises NodeFault where another one has it
+    and does not say the right one. `predecessor` is the `run_id` of whom it took over from, ""
+    where that is not known, None for a server that was there at our own start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], AbstractConnection],
+        timeout: float,
+        *,
+        found: bool = False,
+        brand_is_here: Callable[["Node"], bool] = lambda _: True,
+        predecessor: str | None = None,
+    ) -> None:
         self.name = name
         self.timeout_seconds = timeout
         self.identity: Identity | None = None
@@ -243,6 +264,11 @@ class Node:
         """Whether the node's ACL lets us peek; a new connection asks again."""
         self.clock = ServerClock()
         self._dial = dial
+        self._found = found
+        self._brand_is_here = brand_is_here
+        self._predecessor = predecessor
+        self._generation = 0
+        self._lost: Lost | None = None
         self._idle: list[Link] = []
         self._connecting = threading.Lock()
         self._closed = False
@@ -273,10 +299,25 @@ class Node:
         self._give_back(link)
 
     def _give_back(self, link: Link) -> None:
-        if link.is_usable() and not self._closed:
+        current = link.generation == self._generation and not self._closed
+        if link.is_usable() and current:
             self._idle.append(link)
-        else:
-            link.close()
+            return
+        link.close()
+        if link.lost and current:
+            # The other links lead to the same server: each would cost its user a timeout.
+            self._lost = link.lost
+            self.drop_idle()
+
+    @property
+    def run_id(self) -> str | None:
+        """The server process that was there last; None if none was ever seen."""
+        return self.identity.run_id if self.identity else self._predecessor
+
+    def fault(self) -> BackingOff | None:
+        """Say what is wrong with the node as far as is known, without trying it."""
+        fault = self._last_fault or self._lost
+        return BackingOff(fault.node, fault.code, fault.message) if fault else None
 
     def grace_ends(self, grace_seconds: float) -> float:
         """Say until when leases are to be left alone, by the monotonic clock (seconds).
@@ -288,7 +329,9 @@ class Node:
         return max(ends, default=float("-inf"))
 
     def drop_idle(self) -> None:
-        """Close the idle links: the server behind them is not the one to talk to."""
+        """Close the idle links, and those on loan when they come back: the server behind them is
+        not the one to talk to."""
+        self._generation += 1
         while self._idle:
             self._idle.pop().close()
 
@@ -313,6 +356,7 @@ class Node:
         with self._connecting:
             if link := self._take_idle():
                 return link
+            generation = self._generation
             wait = self._retry_at - time.monotonic()
             if self._last_fault and wait > 0:
                 fault = self._last_fault
@@ -332,18 +376,20 @@ class Node:
                 raise
             self._note_return(identity)
             self.identity = identity
+            link.generation = generation
             self._failures = 0
             self._failing_since = None
-            self._last_fault = None
+            self._last_fault = self._lost = None
             self.peek_allowed = True
             return link
 
     def _note_return(self, identity: Identity) -> None:
         now = time.monotonic()
         returns = self._returns
-        if self.identity is None:
+        before = self.run_id
+        if before is None:
             returns.append(_Return(identity.started, float("inf")))
-        elif self.identity.run_id != identity.run_id:
+        elif before != identity.run_id:
             returns.append(_Return(now, float("inf")))
         if self._failing_since is not None:
             returns.append(_Return(now, now - self._failing_since))
@@ -351,9 +397,12 @@ class Node:
         self._returns = [r for r in returns if r.at > now - LONGEST_GRACE_SECONDS]
 
     def _open(self) -> tuple[Link, Identity]:
+        brand_is_here = self._brand_is_here(self)
         link = self.dial()
         try:
-            identity = read_identity(self.name, link, self.timeout_seconds)
+            identity = read_identity(
+                self.name, link, self.timeout_seconds, primary=self._found, brand=brand_is_here
+            )
             link.run_id = identity.run_id
             return link, identity
         except Lost as lost:
@@ -394,7 +443,9 @@ class Node:
             raise NotReady(self.name, "LOADING", "the server is loading its data") from error
         except redis.TimeoutError as error:
             raise Unreachable(
-                self.name, "timeout", "no connection within node.connect_timeout"
+                self.name,
+                "timeout",
+                f"no connection{self._where(connection)} within node.connect_timeout",
             ) from error
         except redis.ResponseError as error:
             # redis-py takes the code off the text of the errors that it knows.
@@ -402,31 +453,43 @@ class Node:
             raise NotReady(self.name, code, f"the handshake was refused: {error}") from error
         except (redis.RedisError, OSError, ssl.SSLError) as error:
             raise Unreachable(
-                self.name, "connection", f"cannot connect ({_reason(error)})"
+                self.name,
+                "connection",
+                f"cannot connect{self._where(connection)} ({_reason(error)})",
             ) from error
         return Link(self.name, connection)
 
+    def _where(self, connection: AbstractConnection | None) -> str:
+        """Where the connection leads, if the node's name does not say it."""
+        if not self._found or not isinstance(connection, redis.Connection):
+            return ""
+        where = host_and_port(connection.host, connection.port)
+        return "" if where == self.name else f" to {where}"
 
-def read_identity(node: str, link: Link, timeout: float) -> Identity:
+
+def read_identity(
+    node: str, link: Link, timeout: float, *, primary: bool = False, brand: bool = True
+) -> Identity:
     """Pass the fence of a native client: tokens, brand, run_id (contract, section 1).
 
+    With `primary`, a replica is refused; without `brand`, another server of the cluster has it.
     INFO is welcome but not required: an ACL may deny it, and then `run_id` is unknown. Raises
     FenceRefused, or NotReady with the server's own code.
     """
-    commands = [
-        wire.pack("CLIENT", "SETNAME", "emqtimerd"),
-        wire.VERSION,
-        wire.READ_BRAND,
-        wire.INFO_SERVER,
-    ]
-    _, version, brand, info = link.exchange(commands, len(commands), time.monotonic() + timeout)
+    commands = [wire.pack("CLIENT", "SETNAME", "emqtimerd"), wire.VERSION, wire.INFO_SERVER]
+    commands += [_INFO_ROLE] if primary else []
+    commands += [wire.READ_BRAND] if brand else []
+    _, version, info, *rest = link.exchange(commands, len(commands), time.monotonic() + timeout)
+    if primary:
+        _check_role(node, rest.pop(0))
     tokens = _read_tokens(node, version)
     missing = [token for token in wire.REQUIRED_TOKENS if token not in tokens]
     if missing:
         raise FenceRefused(
             node, "ERR", f"the server lacks the capability {' and '.join(missing)} (EMQ.VERSION)"
         )
-    _check_brand(node, brand)
+    if brand:
+        _check_brand(node, rest[0])
     server = {} if isinstance(info, wire.ReplyError) else wire.read_info(info)
     uptime = server.get("uptime_in_seconds", "")
     return Identity(
@@ -449,6 +512,19 @@ def _read_tokens(node: str, reply: wire.Reply) -> tuple[str, ...]:
                 "the server does not know EMQ.VERSION: the native job core is not loaded there",
             ) from error
         raise _handshake_fault(node, "EMQ.VERSION", error) from error
+
+
+_INFO_ROLE = wire.pack("INFO", "replication")
+
+
+def _check_role(node: str, reply: wire.Reply) -> None:
+    """Refuse a replica: whoever named it as a primary does not know of the failover yet."""
+    if isinstance(reply, wire.ReplyError):
+        return  # denied; the first sweep will be told READONLY
+    if wire.read_info(reply).get("role") == "slave":
+        raise NotReady(
+            node, "READONLY", "the server that is named as the primary is a replica by now"
+        )
 
 
 def _check_brand(node: str, reply: wire.Reply) -> None:
@@ -531,33 +607,61 @@ class _UnixConnection(redis.UnixDomainSocketConnection):
     host = ""
 
 
+Connection: TypeAlias = AbstractConnection
+Connector: TypeAlias = Callable[[str, int], Connection]
+"""Makes a connection to a host and port; it is not connected yet."""
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Write an address as people do."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def open_node(settings: NodeSettings) -> Node:
-    """Return the node that the settings name; nothing is dialled before the first link."""
+    """Return the one server that the settings name; nothing is dialled before the first link."""
     url = settings.url
-    options: dict[str, Any] = {
+    if url.scheme == "unix":
+        options = _options(settings) | _login(settings) | {"path": url.socket, "db": url.db}
+        unix: Callable[..., Connection] = _UnixConnection
+        return Node(url.socket, lambda: unix(**options), settings.timeout_seconds)
+    host, port = url.hosts[0]
+    connect = connector(settings)
+    return Node(host_and_port(host, port), lambda: connect(host, port), settings.timeout_seconds)
+
+
+def connector(settings: NodeSettings) -> Connector:
+    """Return what dials the servers of a node: its credentials, its TLS, its database."""
+    options = _options(settings) | _login(settings) | {"db": settings.url.db}
+    return _connector(options, settings.tls if settings.url.tls else None)
+
+
+def sentinel_connector(settings: NodeSettings, patience_seconds: float) -> Connector:
+    """Return what dials its sentinels, which have credentials and TLS of their own."""
+    sentinel = settings.sentinel
+    options = _options(settings)
+    options["socket_connect_timeout"] = options["socket_timeout"] = patience_seconds
+    if sentinel.password_file:
+        credentials = _Credentials(sentinel.username, sentinel.password_file)
+        options["credential_provider"] = credentials
+    return _connector(options, sentinel.tls if sentinel.tls.enabled else None)
+
+
+def _connector(options: dict[str, Any], tls: TlsSettings | None) -> Connector:
+    kind = redis.Connection if tls is None else _TlsConnection
+    options = options if tls is None else options | _tls(tls)
+    return lambda host, port: kind(host=host, port=port, **options)
+
+
+def _options(settings: NodeSettings) -> dict[str, Any]:
+    return {
         # RESP2, and no CLIENT SETINFO: an ACL with little more than the two verbs must do.
         "protocol": 2,
         "driver_info": None,
-        "db": url.db,
         "socket_connect_timeout": settings.connect_timeout_seconds,
         "socket_timeout": settings.timeout_seconds,
         # One arrival a sweep: a verb whose reply is late must never be sent again by itself.
         "retry": None,
-        **_login(settings),
     }
-    kind: Callable[..., AbstractConnection]
-    if url.scheme == "unix":
-        name = url.socket
-        kind, options["path"] = _UnixConnection, url.socket
-    else:
-        host, port = url.hosts[0]
-        name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        options |= {"host": host, "port": port}
-        kind = redis.Connection
-    if url.tls:
-        kind = _TlsConnection
-        options |= _tls(settings)
-    return Node(name, lambda: kind(**options), settings.timeout_seconds)
 
 
 def _login(settings: NodeSettings) -> dict[str, Any]:
@@ -570,8 +674,7 @@ def _login(settings: NodeSettings) -> dict[str, Any]:
     return {"username": username or None, "password": settings.url.password.get_secret_value()}
 
 
-def _tls(settings: NodeSettings) -> dict[str, Any]:
-    tls = settings.tls
+def _tls(tls: TlsSettings) -> dict[str, Any]:
     return {
         "ssl_ca_certs": tls.ca_file or None,
         "ssl_certfile": tls.cert_file or None,

@@ -180,7 +180,7 @@ class Application:
         # WSGI hands over the bytes of the query as Latin-1; they are UTF-8 once unquoted.
         query = parse_qs(environ.get("QUERY_STRING", ""), errors="replace", max_num_fields=None)
         view = page.View.of({name: values[-1] for name, values in query.items()})
-        text = page.render(self._ledger.overview(), self._ledger.queues(), view)
+        text = page.render(self._ledger, view)
         return Answer("200 OK", HTML, text.encode(errors="replace"))
 
 

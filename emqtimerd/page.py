@@ -2,14 +2,15 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
+from operator import attrgetter
 from urllib.parse import urlencode
 
 from emqtimerd import __version__, wire
-from emqtimerd.ledger import NodeFacts, Overview, QueueFacts, VerbFacts
+from emqtimerd.ledger import Ledger, NodeFacts, Overview, QueueFacts, VerbFacts
 from emqtimerd.sweeper import Verb
 
 QUEUES_A_PAGE = 100
@@ -64,10 +65,10 @@ class View:
         return f"/?{urlencode(query, errors='replace')}" if query else "/"
 
 
-def render(overview: Overview, queues: Sequence[QueueFacts], view: View) -> str:
+def render(ledger: Ledger, view: View) -> str:
     """The whole page."""
-    troubled = [queue for queue in queues if _is_troubled(queue)]
-    shown = _ordered((queue for queue in queues if view.filter in queue.name), overview.now)
+    overview = ledger.overview()
+    summary = _Summary.of(ledger, view, overview.now)
     refresh = "" if view.paused else f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
     verdict = "Ready" if overview.health.ready else "Not ready"
     return f"""<!DOCTYPE html>
@@ -81,17 +82,55 @@ def render(overview: Overview, queues: Sequence[QueueFacts], view: View) -> str:
 <style>{STYLE}</style>
 </head>
 <body>
-{_header(overview, len(troubled))}
+{_header(overview, len(summary.troubled))}
 <main>
-{_totals(queues, troubled)}
-{_troubles(overview, troubled)}
+{_totals(summary)}
+{_troubles(overview, summary.troubled, ledger.queues(summary.troubled[:TROUBLES_SHOWN]))}
 {_nodes(overview)}
-{_queues(overview, shown, len(queues), view)}
+{_queues(ledger, overview, summary, view)}
 </main>
 {_footer(overview, view)}
 </body>
 </html>
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    """What the page says of all queues together, and the order in which it lists them."""
+
+    total: int
+    promoted: int
+    recovered: int
+    dead_lettered: int
+    restart: int
+    troubled: Sequence[str]
+    """The names of the queues that are blocked or failing, in the order of the page."""
+    found: Sequence[str]
+    """The names that the filter leaves, in the order of the page."""
+
+    @classmethod
+    def of(cls, ledger: Ledger, view: View, now: float) -> "_Summary":
+        columns = ledger.columns(
+            [
+                attrgetter("promoted"),
+                attrgetter("recovered"),
+                attrgetter("dead_lettered"),
+                attrgetter("restart"),
+                lambda queue: _rank(queue, now),
+            ]
+        )
+        ranks = sorted(columns.pop())
+        promoted, recovered, dead_lettered, restart = (sum(column) for column in columns)
+        return cls(
+            len(ranks),
+            promoted,
+            recovered,
+            dead_lettered,
+            restart,
+            troubled=[name for *marks, _, _, name in ranks if not all(marks)],
+            found=[rank[-1] for rank in ranks if view.filter in rank[-1]],
+        )
 
 
 # --- words --------------------------------------------------------------------------------------
@@ -161,15 +200,14 @@ def _header(overview: Overview, troubled: int) -> str:
 </header>"""
 
 
-def _totals(queues: Sequence[QueueFacts], troubled: Sequence[QueueFacts]) -> str:
-    restart = sum(queue.restart for queue in queues)
-    attention = len(troubled)
+def _totals(summary: _Summary) -> str:
+    attention = len(summary.troubled)
     tiles = (
-        ("Queues", len(queues), ""),
-        ("Promoted", sum(queue.promoted for queue in queues), ""),
-        ("Recovered", sum(queue.recovered for queue in queues), ""),
-        ("Dead-lettered", sum(queue.dead_lettered for queue in queues), ""),
-        ("Crossed a restart", restart, ""),
+        ("Queues", summary.total, ""),
+        ("Promoted", summary.promoted, ""),
+        ("Recovered", summary.recovered, ""),
+        ("Dead-lettered", summary.dead_lettered, ""),
+        ("Crossed a restart", summary.restart, ""),
         ("Need attention", attention, ' class="warn"' if attention else ""),
     )
     items = "".join(
@@ -179,18 +217,18 @@ def _totals(queues: Sequence[QueueFacts], troubled: Sequence[QueueFacts]) -> str
     return f'<dl class="tiles">{items}</dl>'
 
 
-def _troubles(overview: Overview, troubled: Sequence[QueueFacts]) -> str:
+def _troubles(overview: Overview, names: Sequence[str], shown: Sequence[QueueFacts]) -> str:
     items = []
     if overview.reload_problem is not None:
         items.append(
             "The last reload changed nothing, the configuration before it is in force: "
             f"{_text(overview.reload_problem)}"
         )
-    for queue in troubled[:TROUBLES_SHOWN]:
+    for queue in shown:
         for verb, facts in _verbs(queue):
             items += _verb_troubles(queue, verb, facts)
-    if len(troubled) > TROUBLES_SHOWN:
-        items.append(f"{_count(len(troubled) - TROUBLES_SHOWN, 'more queue')}: see the table.")
+    if len(names) > TROUBLES_SHOWN:
+        items.append(f"{_count(len(names) - TROUBLES_SHOWN, 'more queue')}: see the table.")
     if not items:
         return ""
     body = "".join(f"<li>{item}</li>" for item in items)
@@ -248,21 +286,13 @@ def _verbs(queue: QueueFacts) -> tuple[tuple[Verb, VerbFacts], ...]:
     return ("promote", queue.promote), ("stalled_check", queue.stalled_check)
 
 
-def _is_troubled(queue: QueueFacts) -> bool:
-    return any(facts.blocked or facts.failure for _, facts in _verbs(queue))
-
-
-def _ordered(queues: Iterable[QueueFacts], now: float) -> list[QueueFacts]:
+def _rank(queue: QueueFacts, now: float) -> tuple[bool, bool, float, int, str]:
     """Blocked first, then failing, then the longest overdue, then those that moved the most."""
-
-    def rank(queue: QueueFacts) -> tuple[bool, bool, float, int, str]:
-        blocked = any(facts.blocked for _, facts in _verbs(queue))
-        failing = any(facts.failure for _, facts in _verbs(queue))
-        overdue = queue.overdue_seconds(now)
-        overdue = overdue if overdue >= OVERDUE_WORTH_NAMING_SECONDS else 0.0
-        return not blocked, not failing, -overdue, -queue.moved, queue.name
-
-    return sorted(queues, key=rank)
+    blocked = queue.promote.blocked or queue.stalled_check.blocked
+    failing = queue.promote.failure or queue.stalled_check.failure
+    overdue = queue.overdue_seconds(now)
+    overdue = overdue if overdue >= OVERDUE_WORTH_NAMING_SECONDS else 0.0
+    return not blocked, not failing, -overdue, -queue.moved, queue.name
 
 
 COLUMN_GROUPS = (
@@ -280,13 +310,14 @@ CARD_LABELS = tuple(
 )
 
 
-def _queues(overview: Overview, found: Sequence[QueueFacts], total: int, view: View) -> str:
+def _queues(ledger: Ledger, overview: Overview, summary: _Summary, view: View) -> str:
+    found, total = summary.found, summary.total
     if not total:
         return ""
     pages = max(1, -(-len(found) // QUEUES_A_PAGE))
     number = min(view.page, pages)
     first = (number - 1) * QUEUES_A_PAGE
-    part = found[first : first + QUEUES_A_PAGE]
+    part = ledger.queues(found[first : first + QUEUES_A_PAGE])
     return f"""<section>
 <div class="bar"><h2>Queues</h2>{_filter_form(view)}</div>
 <p class="muted">{_extent(view, first, len(part), len(found), total)}</p>
@@ -530,7 +561,7 @@ footer {
   tr > :first-child, tbody td, tr > :last-child { padding: 0.125rem 0; }
   tbody td { display: flex; flex-wrap: wrap; gap: 0 0.5rem; justify-content: space-between; }
   tbody td::before { content: attr(data-label); color: var(--muted); }
-  tbody td:nth-child(n + 10) { grid-column: 1 / -1; }
+  tbody td:nth-child(n + 8) { grid-column: 1 / -1; }
 }
 """
 

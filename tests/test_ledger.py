@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 
@@ -440,6 +441,7 @@ def test_readers_see_each_queue_consistent_while_rounds_go_on(ledger: Ledger) ->
         for number in range(500)
     ]
     rounds = 40
+    readers = [attrgetter("recovered"), attrgetter("restart")]
 
     def write() -> None:
         for _ in range(rounds):
@@ -454,6 +456,8 @@ def test_readers_see_each_queue_consistent_while_rounds_go_on(ledger: Ledger) ->
         while any(writer.is_alive() for writer in writers):
             for queue in ledger.queues():
                 assert queue.recovered + queue.dead_lettered == queue.restart + queue.stall
+            for recovered, restart in zip(*ledger.columns(readers), strict=True):
+                assert recovered == restart
         for writer in writers:
             writer.join()
     finally:

@@ -42,7 +42,7 @@ class Texts(HTMLParser):
 
 
 def page_of(ledger: Ledger, view: View | None = None) -> str:
-    return render(ledger.overview(), ledger.queues(), view or View())
+    return render(ledger, view or View())
 
 
 def text_of(ledger: Ledger, view: View | None = None) -> str:

@@ -17,6 +17,7 @@ from emqtimerd import __version__
 from emqtimerd.ledger import Ledger
 from emqtimerd.metrics import (
     LABEL_BYTES,
+    PIECE_BYTES,
     Exposition,
     compressed,
     label_value,
@@ -426,7 +427,8 @@ def test_a_scrape_is_made_in_small_pieces() -> None:
     ledger.set_queues(f"queue-{number:05d}" for number in range(3_000))
     pieces = [len(piece) for piece in Exposition(ledger).text(openmetrics=False)]
     assert sum(pieces) > 4_000_000
-    assert max(pieces) < 64_000
+    # A piece is sent once it is large enough: its last part may double it, and a bit.
+    assert max(pieces) < 3 * PIECE_BYTES
 
 
 def test_scrapes_while_rounds_and_reloads_go_on_always_parse() -> None:

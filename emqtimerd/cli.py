@@ -38,7 +38,7 @@ ConfigFile = Annotated[
 ]
 Url = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Address of the node; also EMQTIMERD_NODE__URL."),
+    typer.Option("--url", metavar="URL", help="Address of the node; also EMQTIMERD_NODE__URL."),
 ]
 Queues = Annotated[
     list[str] | None,

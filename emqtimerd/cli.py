@@ -3,7 +3,7 @@
 Each command imports what it needs when it runs, so that `--help` and completion stay quick.
 """
 
-import atexit
+import contextlib
 import io
 import json
 import os
@@ -86,20 +86,26 @@ def run(
 
         return read(config, os.environ, _given(flags), needs_queues=True)
 
-    if embedded:
-        from emqtimerd.devnode import DevNode, DevNodeError
+    with contextlib.ExitStack() as stack:
+        if embedded:
+            from emqtimerd.devnode import DevNode, DevNodeError
 
-        try:
-            node = DevNode()
-            node.start()
-        except DevNodeError as error:
-            _refuse(str(error))
-        flags["node.url"] = node.url
-        atexit.register(node.stop)
+            # From here on there is something to clear away.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: sys.exit(0))
+            try:
+                node = stack.enter_context(DevNode())
+            except DevNodeError as error:
+                _refuse(str(error))
+            flags["node.url"] = node.url
 
-    from emqtimerd.daemon import run as run_daemon
+        from emqtimerd.daemon import run as run_daemon
 
-    raise typer.Exit(run_daemon(load, _checked(load)))
+        code = run_daemon(load, _checked(load))
+    # A sweep that was abandoned may wait for its server, and Python would wait for its thread.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(code)
 
 
 @app.command()
@@ -330,7 +336,9 @@ class _Interrupt:
     def __init__(self) -> None:
         self.signal: int | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+            # One that is ignored stays so: nohup, and a shell's background jobs, mean it.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number

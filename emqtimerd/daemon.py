@@ -5,7 +5,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Self
 
@@ -16,12 +16,12 @@ from emqtimerd.discovery import STEP_SECONDS, Discovery
 from emqtimerd.http import Application, CannotListen, HttpServer
 from emqtimerd.ledger import Ledger
 from emqtimerd.log import Log, open_log
-from emqtimerd.node import Node, open_node
 from emqtimerd.notify import Notifier
 from emqtimerd.rounds import Rounds
 from emqtimerd.shard import owner
 from emqtimerd.sweeper import Verb
 from emqtimerd.timer import Timer, Wake
+from emqtimerd.topology import TEND_SECONDS, Nodes, open_nodes
 
 EXIT_STOPPED = 0
 EXIT_FAILED = 1
@@ -36,17 +36,18 @@ STATUS_SECONDS = 5.0
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP as bytes in a pipe: a handler that does anything more can meet a
-    lock that its own thread holds."""
+    """SIGTERM, SIGINT and SIGHUP, noted and told when asked: a handler that does anything more can
+    meet a lock that its own thread holds."""
 
     def __init__(self) -> None:
-        self._reader, writer = os.pipe()
-        self._writer = writer
+        self._came: set[int] = set()
+        # Only wakes the waiting: a pipe can be full, and then it would keep a signal to itself.
+        self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
 
     def __enter__(self) -> Self:
-        self._before = {n: signal.signal(n, _do_nothing) for n in HANDLED}
+        self._before = {number: signal.signal(number, self._note) for number in HANDLED}
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
@@ -59,18 +60,18 @@ class Signals:
 
     def wait(self, seconds: float) -> set[int]:
         """Wait for signals, at most so long, and return those that came; a burst counts once."""
-        if not select.select([self._reader], [], [], seconds)[0]:
-            return set()
-        # 64 kB is all that a pipe holds.
-        return set(os.read(self._reader, 65_536)) & HANDLED
+        if select.select([self._reader], [], [], seconds)[0]:
+            # 64 kB is all that a pipe holds.
+            os.read(self._reader, 65_536)
+        came, self._came = self._came, set()
+        return came
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._came.add(number)
 
 
 HANDLED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 STOPPING = frozenset({signal.SIGTERM, signal.SIGINT})
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Have the signal reach the pipe instead of its default action."""
 
 
 def run(load: Callable[[], Config], config: Config) -> int:
@@ -81,18 +82,17 @@ def run(load: Callable[[], Config], config: Config) -> int:
     with Signals() as signals:
         log = open_log(config.settings.log)
         try:
-            daemon = Daemon(config, load, log)
+            return Daemon(config, load, log).run(signals)
         except CannotListen as error:
             log.error("cannot listen", reason=str(error))
             return EXIT_USAGE
-        return daemon.run(signals)
 
 
 @dataclass(slots=True)
 class _Work:
-    """What belongs to one node, and is replaced as a whole when the node's settings change."""
+    """What belongs to the nodes, and is replaced as a whole when their settings change."""
 
-    node: Node
+    nodes: Nodes
     rounds: Rounds
     discovery: Discovery
 
@@ -111,9 +111,10 @@ class Daemon:
         self._queues: list[str] = []
         self._found: frozenset[str] = frozenset()
         self._found_new: frozenset[str] | None = None
+        self._dropped = 0
         self._work = self._open_work(config.settings)
-        listen = config.settings.http.listen
-        self._http = HttpServer(listen.host, listen.port, Application(self._ledger))
+        self._listen = config.settings.http.listen
+        self._http = HttpServer(self._listen.host, self._listen.port, Application(self._ledger))
         self._timer = Timer(
             self._run_round,
             on_lateness=self._ledger.round_late,
@@ -122,21 +123,22 @@ class Daemon:
             on_error=self._round_failed,
             beat_seconds=self._beat_seconds(),
         )
+        self._timer.set_side_job("tend", TEND_SECONDS, self._tend)
         self._timer.set_side_job("discover", STEP_SECONDS, self._discover)
         self._apply(config.settings)
 
     # --- start and stop, in order ---------------------------------------------------------------
 
     def run(self, signals: Signals) -> int:
-        """Start, loop, stop."""
+        """Start, loop, stop. Raises CannotListen; then nothing was started."""
         self._http.start()
         self._timer.start()
         self._log.info(
             "started",
             version=__version__,
-            node=self._work.node.name,
+            node=self._work.nodes.name,
             queues=len(self._queues),
-            http=f"{self._settings.http.listen.host}:{self._http.port}",
+            http=str(replace(self._listen, port=self._http.port)),
         )
         self._notifier.ready(self._status())
         try:
@@ -156,7 +158,7 @@ class Daemon:
             settings.shutdown_grace_seconds, hurry=lambda: bool(signals.wait(0) & STOPPING)
         )
         self._http.stop()
-        self._work.node.close()
+        self._work.nodes.close()
         if left:
             self._log.error("grace exceeded, sweeps abandoned", **left)
         self._log.info("stopped")
@@ -194,42 +196,47 @@ class Daemon:
         self._notifier.reloading()
         try:
             config = self._load()
-            self._replace(config.settings)
         except ConfigError as error:
             problems = str(error)
             self._ledger.reloaded(problems)
             self._log.error("reload refused, nothing changed", problems=problems.splitlines())
+        except Exception as error:  # noqa: BLE001 - no file, however odd, ends a daemon that runs
+            self._ledger.reloaded(f"{type(error).__name__}: {error}")
+            self._log.exception("reload failed, nothing changed")
         else:
+            self._replace(config.settings)
             self._ledger.reloaded()
             self._log.info("reloaded", queues=len(self._queues))
         # Also after a refusal: the manager waits for it, and the daemon works as before.
         self._notifier.ready(self._status())
 
     def _replace(self, settings: Settings) -> None:
-        if settings.http != self._settings.http:
+        if settings.http.listen != self._listen:
             # A daemon that lost its old port and could not get the new one would be blind.
             self._log.warning(
                 "http.listen is taken over by a restart only",
-                listen=str(self._settings.http.listen),
+                listen=str(settings.http.listen),
+                until_then=str(self._listen),
             )
         if settings.log != self._settings.log:
             self._log = open_log(settings.log)
             self._chronicle.tell_to(self._log)
         if settings.node != self._settings.node:
-            old_node = self._work.node
+            old_nodes = self._work.nodes
             self._work = self._open_work(settings)
-            old_node.close()
-        elif settings.discovery != self._settings.discovery:
-            self._work.discovery = Discovery(self._work.node, settings)
-            self._found = frozenset()
+            old_nodes.close()
+            self._found, self._found_new = frozenset(), None
+        else:
+            self._work.discovery.configure(settings)
+            # The next search is a while away, and what it found so far need not wait for it.
+            self._found = frozenset(filter(settings.discovers, self._found))
         self._settings = settings
         self._apply(settings)
 
     def _open_work(self, settings: Settings) -> _Work:
-        node = open_node(settings.node)
-        self._ledger.set_nodes([node.name])
-        rounds = Rounds(node, self._ledger, self._chronicle, lambda: self._stopping)
-        return _Work(node, rounds, Discovery(node, settings))
+        nodes = open_nodes(settings.node)
+        rounds = Rounds(nodes, self._ledger, self._chronicle, lambda: self._stopping)
+        return _Work(nodes, rounds, Discovery(nodes, settings))
 
     def _apply(self, settings: Settings) -> None:
         """Have exactly these queues swept: the listed and the found ones that are our part."""
@@ -257,13 +264,22 @@ class Daemon:
     def _round_failed(self, error: BaseException) -> None:
         self._log.error("a round failed, the next one goes on", exc_info=error)
 
+    def _tend(self) -> None:
+        self._work.nodes.tend()
+
     def _discover(self) -> None:
+        discovery = self._work.discovery
         if not self._settings.discovery.enabled:
             return
-        found = self._work.discovery.step()
-        if found is not None and found != self._found:
+        found = discovery.step()
+        if found is None or discovery is not self._work.discovery:
+            return
+        if found != self._found:
             # Applied by the main thread, which also reloads: one of them at a time.
             self._found_new = found
+        if discovery.dropped != self._dropped:
+            self._dropped = discovery.dropped
+            self._log.warning("queues beyond discovery.max_queues", not_swept=self._dropped)
 
     # --- signs of life --------------------------------------------------------------------------
 

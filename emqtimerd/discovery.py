@@ -1,4 +1,4 @@
-"""Finding queues by looking at the node's keys, a little at a time.
+"""Finding queues by looking at the nodes' keys, a little at a time.
 
 A queue shows itself by its schedule or its active set; both vanish while it is idle, so a queue is
 forgotten only after it has not been seen for a while.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from emqtimerd import wire
 from emqtimerd.config import Settings
 from emqtimerd.node import Node, NodeFault
+from emqtimerd.topology import Nodes
 
 STEP_SECONDS = 0.1
 """The pace: one SCAN call each 100 ms, ten a second, whatever the size of the keyspace."""
@@ -31,41 +32,57 @@ class Discovery:
     """Searches the keyspace again and again; `step` is one call to the server at the most."""
 
     def __init__(
-        self, node: Node, settings: Settings, monotonic: Callable[[], float] = time.monotonic
+        self, nodes: Nodes, settings: Settings, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._node = node
+        self._nodes = nodes
         self._settings = settings
         self._monotonic = monotonic
         self._cursor = b"0"
+        self._ahead: list[Node] = []
+        self._missed = False
         self._begun: float | None = None
         self._seen: dict[str, float] = {}
         self.dropped = 0
         """How many queues the last search found beyond `discovery.max_queues`."""
 
+    def configure(self, settings: Settings) -> None:
+        """Take over settings; what was seen stays known as far as they want it."""
+        self._settings = settings
+
     def step(self) -> frozenset[str] | None:
         """Do one step; return the queues that are known when a search has just ended.
 
-        A node that cannot be reached ends the step; the search goes on from where it was.
+        A node that cannot be reached ends the step; the search goes on from where it was. Where
+        there are others it goes on with them, and then forgets no queue: it may be on that node.
         """
         now = self._monotonic()
         limits = self._settings.discovery
-        if self._cursor == b"0":
+        if not self._ahead:
             if self._begun is not None and now < self._begun + limits.interval_seconds:
                 return None
-            self._begun = now
+            self._begun, self._missed = now, False
+            self._nodes.locate()
+            self._ahead = list(self._nodes.primaries())
         try:
-            with self._node.link() as link:
-                (reply,) = link.exchange(
-                    wire.scan(self._cursor, PATTERN, KEYS_PER_STEP),
-                    1,
-                    now + self._node.timeout_seconds,
-                )
-            self._cursor, keys = wire.read_scan(reply)
+            self._cursor, keys = self._scan(self._ahead[0], now)
         except (NodeFault, wire.ReplyError, wire.ShapeError):
-            return None
+            if not self._nodes.tended:
+                return None
+            self._cursor, keys, self._missed = b"0", [], True
         for key in keys:
             self._note(key, now)
-        return self._known(now) if self._cursor == b"0" else None
+        if self._cursor == b"0":
+            del self._ahead[0]
+        return None if self._ahead else self._known(now)
+
+    def _scan(self, node: Node, now: float) -> tuple[bytes, list[bytes]]:
+        if self._nodes.tended and (fault := node.fault()):
+            raise fault
+        with node.link() as link:
+            (reply,) = link.exchange(
+                wire.scan(self._cursor, PATTERN, KEYS_PER_STEP), 1, now + node.timeout_seconds
+            )
+        return wire.read_scan(reply)
 
     def _note(self, key: bytes, now: float) -> None:
         match = _QUEUE_KEY.fullmatch(key)
@@ -79,7 +96,12 @@ class Discovery:
             self._seen[queue] = now
 
     def _known(self, now: float) -> frozenset[str]:
-        self._seen = {q: at for q, at in self._seen.items() if now - at < FORGET_SECONDS}
+        wanted = self._settings.discovers
+        self._seen = {
+            queue: at
+            for queue, at in self._seen.items()
+            if (self._missed or now - at < FORGET_SECONDS) and wanted(queue)
+        }
         most = self._settings.discovery.max_queues
         self.dropped = max(len(self._seen) - most, 0)
         # By name, so that the same ones are kept from search to search.

@@ -5,11 +5,12 @@ others, hands the results to the ledger and the chronicle, and tells the timer w
 be swept before their next turn.
 """
 
+import contextlib
 import random
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emqtimerd.chronicle import Chronicle
@@ -29,6 +30,7 @@ from emqtimerd.sweeper import (
     survey,
 )
 from emqtimerd.timer import Cadence, Wake
+from emqtimerd.topology import Nodes
 
 SLICE_SECONDS = 0.25
 """How long one round drains before it gives its thread back: a backlog goes on in a wake at once,
@@ -36,7 +38,10 @@ and what came due meanwhile joins it."""
 
 QUEUE_BACKOFF_CAP_SECONDS = 5.0
 """A queue that refuses or errs is tried again after a growing pause, at most this or its interval:
-one small command each five seconds costs nobody anything, and who repairs the queue sees it move."""
+one small command each five seconds costs nobody anything, and who repairs a queue sees it move."""
+
+PASSING = frozenset({"ASK", "CLUSTERDOWN", "MOVED", "TRYAGAIN"})
+"""Replies of a cluster that is being changed: they end by themselves, and no pause helps."""
 
 SURVEY_SPREAD_SECONDS = 1.0
 """After a restart the leases of all queues are looked at within this time, not all at once."""
@@ -58,15 +63,17 @@ class Rounds:
     """Runs the rounds that the timer asks for, in the timer's threads."""
 
     def __init__(
-        self, node: Node, ledger: Ledger, chronicle: Chronicle, stop: Callable[[], bool]
+        self, nodes: Nodes, ledger: Ledger, chronicle: Chronicle, stop: Callable[[], bool]
     ) -> None:
-        self.node = node
+        self.nodes = nodes
         self._ledger = ledger
         self._chronicle = chronicle
         self._stop = stop
         self._duties: dict[tuple[Verb, str], _Duty] = {}
         self._lock = threading.Lock()
-        self._run_id: str | None = None
+        self._run_ids: dict[str, str | None] = {}
+        nodes.on_change = self._nodes_changed
+        ledger.set_nodes([node.name for node in nodes.primaries()])
 
     def configure(self, settings: Settings, queues: Sequence[str]) -> dict[Cadence, list[str]]:
         """Take over settings, and return which queues are to be swept at which cadences.
@@ -81,6 +88,8 @@ class Rounds:
                 duty = _duty(queue, verb, own, settings)
                 known = self._duties.get((verb, queue))
                 duties[verb, queue] = known if known and _same(known, duty) else duty
+                if known and known.sweep.mass_expiry and not duty.sweep.mass_expiry:
+                    self._ledger.guard(queue, None)
                 cadences.setdefault(Cadence(verb, duty.interval_seconds), []).append(queue)
         self._duties = duties
         return cadences
@@ -96,54 +105,83 @@ class Rounds:
         ]
         if not due:
             return []
-        wakes: list[Wake] = []
-        if verb == "promote":
-            done = self._sweep(due)
-        else:
-            wakes, done = self._check(due)
+        self.nodes.locate()
+        wakes, done = self._everywhere(verb, due)
+        if moved := done.take_moved():
+            with contextlib.suppress(NodeFault):
+                self.nodes.refresh(next(iter(moved.values())))
+            more, again = self._everywhere(verb, [duties[verb, queue] for queue in moved])
+            wakes += more
+            done.add(again)
         self._ledger.record_quiet(verb, done.quiet, done.finished_at)
         self._ledger.record(verb, done.results, time.monotonic() - started)
-        wakes += self._note_node(done)
         self._chronicle.tell(done.results)
         for result in done.results:
             wakes += self._follow(duties[verb, result.queue], result)
         return wakes
 
-    def _sweep(self, due: Sequence[_Duty], run_id: str | None = None) -> Round:
-        until = time.monotonic() + SLICE_SECONDS
-        sweeps = [duty.sweep for duty in due]
-        return run_round(self.node, sweeps, until=until, run_id=run_id, stop=self._stop)
+    def _everywhere(self, verb: Verb, due: Sequence[_Duty]) -> tuple[list[Wake], Round]:
+        """Sweep each queue on its node, one node after the other."""
+        wakes: list[Wake] = []
+        done = Round()
+        shares = self.nodes.by_node(due, lambda duty: duty.sweep.queue)
+        for node, share in shares:
+            # A backlog on one node must not use up the time of the others.
+            seconds = SLICE_SECONDS / len(shares)
+            more: list[Wake] = []
+            if self.nodes.tended and (fault := node.fault()):
+                part = Round(failed(node, [duty.sweep for duty in share], fault))
+            elif verb == "promote":
+                part = self._sweep(node, share, seconds)
+            else:
+                more, part = self._check(node, share, seconds)
+            wakes += more + self._note_node(node, part)
+            done.add(part)
+        return wakes, done
 
-    def _check(self, due: Sequence[_Duty]) -> tuple[list[Wake], Round]:
+    def _sweep(
+        self, node: Node, due: Sequence[_Duty], seconds: float, run_id: str | None = None
+    ) -> Round:
+        until = time.monotonic() + seconds
+        sweeps = [duty.sweep for duty in due]
+        return run_round(node, sweeps, until=until, run_id=run_id, stop=self._stop)
+
+    def _check(self, node: Node, due: Sequence[_Duty], seconds: float) -> tuple[list[Wake], Round]:
         """Check for expired leases where the grace after a restart is over; elsewhere only look."""
         try:
             # Which server process answers is known first, and only that one is then checked: a
             # restart between these two lines must not get past its grace.
-            with self.node.link() as link:
+            with node.link() as link:
                 run_id = link.run_id
             now = time.monotonic()
-            ends = {grace: self.node.grace_ends(grace) for grace in {d.grace_seconds for d in due}}
+            ends = {grace: node.grace_ends(grace) for grace in {d.grace_seconds for d in due}}
             ready = [duty for duty in due if ends[duty.grace_seconds] <= now]
             waiting = [duty for duty in due if ends[duty.grace_seconds] > now]
-            looked = survey(self.node, [duty.sweep for duty in waiting])
-            judge_mass_expiry(self.node, [duty.sweep for duty in ready])
+            looked = survey(node, [duty.sweep for duty in waiting])
+            judge_mass_expiry(node, [duty.sweep for duty in ready])
         except NodeFault as fault:
-            return [], Round(failed(self.node, [duty.sweep for duty in due], fault))
+            return [], Round(failed(node, [duty.sweep for duty in due], fault))
+        for duty in ready:
+            if duty.sweep.mass_expiry:
+                self._ledger.guard(duty.sweep.queue, duty.sweep.lenient)
         wakes = [
             Wake("stalled_check", duty.sweep.queue, ends[duty.grace_seconds]) for duty in waiting
         ]
-        done = self._sweep(ready, run_id)
+        done = self._sweep(node, ready, seconds, run_id)
         done.results += looked
         return wakes, done
 
     def _follow(self, duty: _Duty, result: SweepResult) -> list[Wake]:
         """Set the pause after an error, and the wake for a backlog or for the next due time."""
         sweep, now = duty.sweep, time.monotonic()
+        if result.failure and result.failure.code in PASSING:
+            return []
         if result.blocked or (result.failure and not result.failure.of_node):
             duty.failures += 1
             cap = max(QUEUE_BACKOFF_CAP_SECONDS, duty.interval_seconds)
-            pause = min(duty.interval_seconds * 2**duty.failures, cap)
-            # Less than an interval of jitter below the pause, so that the turn at its end counts.
+            # The cap is reached long before the exponent is: a row may block its queue for days.
+            pause = min(duty.interval_seconds * 2.0 ** min(duty.failures, 32), cap)
+            # Jitter in the upper half: queues that failed together are not tried in step.
             duty.not_before = now + pause * random.uniform(0.5, 1)
             return []
         if result.passes:
@@ -155,9 +193,18 @@ class Rounds:
             return [Wake(sweep.verb, sweep.queue, result.next_due)]
         return []
 
-    def _note_node(self, done: Round) -> list[Wake]:
-        """Tell ledger and chronicle how the node stands; after a restart look at all leases."""
-        node, results = self.node, done.results
+    def _nodes_changed(self, heirs: Mapping[str, str]) -> None:
+        """Take over who the primaries are now; one that took over from another goes on as it."""
+        names = [node.name for node in self.nodes.primaries()]
+        with self._lock:
+            known = self._run_ids
+            self._run_ids = {name: known.get(heirs.get(name, name)) for name in names}
+        self._ledger.set_nodes(names, heirs)
+        self._chronicle.nodes_changed(names, heirs)
+
+    def _note_node(self, node: Node, done: Round) -> list[Wake]:
+        """Tell ledger and chronicle how a node stands; after a restart look at all its leases."""
+        results = done.results
         fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
         if fault is not None:
             self._ledger.node_down(node.name, fault.message)
@@ -170,10 +217,13 @@ class Rounds:
         self._ledger.node_seen(node.name, identity)
         self._chronicle.node_up(node.name, identity)
         with self._lock:
-            seen, self._run_id = self._run_id, identity.run_id
+            seen = self._run_ids.get(node.name)
+            self._run_ids[node.name] = identity.run_id
         if seen == identity.run_id:
             return []
-        queues = [queue for verb, queue in self._duties if verb == "stalled_check"]
+        checked = [queue for verb, queue in self._duties if verb == "stalled_check"]
+        shares = dict(self.nodes.by_node(checked, lambda queue: queue))
+        queues = shares.get(node, [])
         self._chronicle.restarted(node.name, seen, identity, queues)
         now = time.monotonic()
         return [Wake("stalled_check", queue, now + _spread(queue)) for queue in queues]

@@ -139,7 +139,7 @@ class SweepResult:
     """The node was not tried: it is backing off from an earlier failure, or the round ended."""
     blocked: Blocked | None = None
     backlog: bool = False
-    """Work was left that the round had no time for."""
+    """Work was left, or may have been, that the round had no time for."""
     overdue_ms: float = 0.0
     """How long past its time the head still was after the last pass; 0 when nothing is due."""
     lenient: bool = False
@@ -180,6 +180,33 @@ class Round:
     """Queues that were swept once, with success, and had nothing in the set to sweep."""
     finished_at: float = 0.0
     """When the quiet queues were last swept, as a Unix time in seconds."""
+
+    def add(self, other: "Round") -> None:
+        """Take in what was done on another node."""
+        self.results += other.results
+        self.quiet += other.quiet
+        self.finished_at = max(self.finished_at, other.finished_at)
+
+    def take_moved(self) -> dict[str, str]:
+        """Take out the queues that another server has by now, each with the reply that says where.
+
+        Nothing was done by what was answered so; what was done before it stays.
+        """
+        moved = {
+            result.queue: result.failure.message
+            for result in self.results
+            if result.failure and result.failure.code == "MOVED"
+        }
+        if moved:
+            for result in self.results:
+                if result.queue in moved:
+                    result.failure = None
+            self.results = [
+                result
+                for result in self.results
+                if result.queue not in moved or result.passes or result.unknown
+            ]
+        return moved
 
 
 @dataclass(slots=True)
@@ -271,10 +298,8 @@ def _take_batch(waiting: deque[_Course]) -> list[_Course]:
 
 def _leave(waiting: Iterable[_Course]) -> None:
     for course in waiting:
-        if course.result.passes:
-            course.result.backlog = True
-        else:
-            course.result.skipped = True
+        course.result.backlog = True
+        course.result.skipped = not course.result.passes
 
 
 # --- one exchange -------------------------------------------------------------------------------

@@ -1,0 +1,1008 @@
+"""The daemon as a whole: start and stop, signals, reloads, outages, and what it tells the world.
+
+What only a process can show runs in one; the rest runs in a thread of the test's own process.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from conftest import connect, wait_until
+from daemon_process import DaemonProcess, DaemonThread, Manager
+from stub import (
+    HANG_UP,
+    SILENCE,
+    Stub,
+    array,
+    bulk,
+    cut,
+    error,
+    ids,
+    integer,
+    late,
+    simple,
+)
+
+from emqtimerd import wire
+from emqtimerd.devnode import DevNode
+from emqtimerd.jobs import Jobs
+
+Launch = Callable[..., DaemonProcess]
+Open = Callable[..., DaemonThread]
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts daemons as processes; all end with the test."""
+    with ExitStack() as stack:
+
+        def launch(config: str | None, *arguments: str, **options: Any) -> DaemonProcess:
+            return stack.enter_context(DaemonProcess(tmp_path, config, *arguments, **options))
+
+        yield launch
+
+
+@pytest.fixture
+def open_daemon() -> Iterator[Open]:
+    """Starts daemons in threads; all end with the test."""
+    with ExitStack() as stack:
+
+        def open_(url: str, queues: Sequence[str], **settings: Any) -> DaemonThread:
+            node = {"url": url, **settings.pop("node", {})}
+            return stack.enter_context(DaemonThread(node=node, queues=list(queues), **settings))
+
+        yield open_
+
+
+def config(
+    url: str, queues: Sequence[str], rest: str = "", *, node: str = "", top: str = ""
+) -> str:
+    """A configuration file; `rest` comes last, `node` and `top` within their sections."""
+    return f"""
+        queues = {json.dumps(list(queues))}
+        {top}
+        [http]
+        listen = "127.0.0.1:0"
+        [node]
+        url = "{url}"
+        {node}
+        {rest}
+    """
+
+
+def nobody() -> str:
+    """The URL of a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"redis://127.0.0.1:{free.getsockname()[1]}/0"
+
+
+def sweeps(queue: str, verb: str = "promote", outcome: str = "ok") -> str:
+    return f'emqtimerd_sweeps_total{{outcome="{outcome}",queue="{queue}",verb="{verb}"}}'
+
+
+def promoted(queue: str) -> str:
+    return f'emqtimerd_jobs_promoted_total{{queue="{queue}"}}'
+
+
+FAST = {"promote": {"interval": "100ms"}, "stalled_check": {"interval": "100ms"}}
+NO_GRACE = {"interval": "100ms", "restart_grace": "0s"}
+
+
+# --- start --------------------------------------------------------------------------------------
+
+
+def test_ready_does_not_wait_for_the_server(
+    launch: Launch, start_node: Any, tmp_path: Path
+) -> None:
+    """When to send READY: with config, web server and scheduler up, and the server down. Liveness
+    stays, readiness says why, and the first good round comes with the server."""
+    node = start_node()
+    node.stop()
+    with Manager(str(tmp_path / "manager")) as manager:
+        environ = {"NOTIFY_SOCKET": str(tmp_path / "manager")}
+        daemon = launch(config(node.url, ["orders"]), environ=environ)
+        manager.wait_told("READY=1")
+        assert "is not reached yet" in manager.messages[0][1]
+        assert daemon.get("/healthz")[0] == 200
+        status, reasons = daemon.get("/readyz")
+        assert status == 503
+        assert f"127.0.0.1:{node.port}" in reasons
+        node.start()
+        daemon.wait_ready()
+        assert daemon.stop() == 0
+        manager.wait_told("STOPPING=1")
+
+
+def test_all_counters_are_there_from_the_start(open_daemon: Open, stub: Stub) -> None:
+    """Counters that appear with their first event: every queue, verb and outcome is 0 before any
+    sweep."""
+    stub.on("EMQ.VERSION", SILENCE)
+    samples = open_daemon(stub.url, ["orders", "emails"]).scrape()
+    for queue in ("orders", "emails"):
+        for verb in ("promote", "stalled_check"):
+            for outcome in ("ok", "error", "unknown"):
+                assert samples[sweeps(queue, verb, outcome)] == 0
+        assert samples[promoted(queue)] == 0
+        for cause in ("stall", "restart", "unstamped", "unattributed"):
+            assert (
+                samples[f'emqtimerd_lease_expiries_total{{cause="{cause}",queue="{queue}"}}'] == 0
+            )
+
+
+def test_first_sweeps_come_soon_after_the_start(open_daemon: Open, stub: Stub) -> None:
+    """First sweep soon: with an interval of an hour each queue has had both verbs in seconds."""
+    slow = {"interval": "1h"}
+    queues = [f"queue-{n}" for n in range(50)]
+    daemon = open_daemon(stub.url, queues, promote=slow, stalled_check=slow)
+    for verb in ("EMQ.PROMOTE", "EMQ.STALLED.CHECK"):
+        wait_until(lambda verb=verb: stub.count(verb) >= 50, verb)  # type: ignore[misc]
+    daemon.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('queues = ["orders"]\n[promote]\nintervall = "1s"\n', "promote.intervall"),
+        ("", "nothing to sweep"),
+    ],
+    ids=["unknown key", "no queue"],
+)
+def test_a_bad_configuration_is_exit_2(launch: Launch, text: str, words: str) -> None:
+    """SIGHUP kills, or a bad config kills: at the start it does, with the reason."""
+    daemon = launch(text)
+    assert daemon.ends() == 2
+    assert words in daemon.errors
+    assert "Traceback" not in daemon.errors
+
+
+def test_a_port_in_use_is_exit_2(launch: Launch, stub: Stub) -> None:
+    """A daemon that cannot be scraped says which address it wanted, and contacts nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        daemon = launch(config(stub.url, ["orders"]).replace("127.0.0.1:0", address))
+        assert daemon.ends() == 2
+    (line,) = daemon.told("cannot listen")
+    assert address in line["reason"]
+    assert daemon.errors == ""
+    assert stub.connections == 0
+
+
+def test_it_runs_on_a_node_of_its_own(launch: Launch) -> None:
+    """`run --embedded` needs nothing else, and nothing is left of its node."""
+    environ = {"EMQTIMERD_HTTP__LISTEN": "127.0.0.1:0"}
+    daemon = launch(None, "--embedded", "--queue", "orders", environ=environ)
+    daemon.wait_ready(20)
+    port = int(daemon.told("started")[0]["node"].rpartition(":")[2])
+    assert daemon.stop() == 0
+    with pytest.raises(OSError) as refused:  # noqa: PT011 - which one is looked at below
+        socket.create_connection(("127.0.0.1", port))
+    assert refused.value.errno == errno.ECONNREFUSED
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_sweep_that_runs_at_the_stop_is_finished(launch: Launch, stub: Stub, number: int) -> None:
+    """SIGTERM in mid-sweep: the sweep ends and counts once, no other starts, exit 0."""
+    stub.on("EMQ.PROMOTE", late(integer(7), 1.0))
+    stub.on("ZRANGE", ids(b"JOB1", b"1"), array())
+    daemon = launch(
+        config(stub.url, ["orders"], '[log]\nlevel = "debug"\n[promote]\ninterval = "50ms"\n')
+    )
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
+    daemon.send(number)
+    asked = time.monotonic()
+    daemon.wait_told("stopping")
+    assert daemon.get("/readyz")[0] == 503
+    assert daemon.ends() == 0
+    assert time.monotonic() - asked < 4
+    assert [line["promoted"] for line in daemon.told("swept")] == [7]
+    assert stub.count("EMQ.PROMOTE") == 1
+    assert daemon.errors == ""
+
+
+def test_a_sweep_that_never_ends_is_abandoned_at_the_grace(launch: Launch, stub: Stub) -> None:
+    """SIGTERM in mid-sweep: when the grace is over the queue is named, and the exit code is 1."""
+    stub.on("EMQ.VERSION", late(bulk(b"promote stalled.check"), 1.8))
+    stub.on("EMQ.PROMOTE", SILENCE)
+    daemon = launch(
+        config(stub.url, ["orders"], node='timeout = "2s"', top='shutdown_grace = "2s"')
+    )
+    wait_until(lambda: stub.count("EMQ.VERSION") == 1, "a round under way")
+    daemon.send(signal.SIGTERM)
+    asked = time.monotonic()
+    assert daemon.ends() == 1
+    assert 1.9 < time.monotonic() - asked < 3.5
+    (line,) = daemon.told("grace exceeded, sweeps abandoned")
+    assert line["promote"] == ["orders"]
+    assert daemon.errors == ""
+
+
+def test_no_grace_is_no_wait(launch: Launch, stub: Stub) -> None:
+    """With a grace of 0 s what runs is abandoned at once; nor does Python wait for its thread."""
+    stub.on("EMQ.PROMOTE", SILENCE)
+    daemon = launch(
+        config(stub.url, ["orders"], node='timeout = "60s"', top='shutdown_grace = "0s"')
+    )
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
+    daemon.send(signal.SIGTERM)
+    asked = time.monotonic()
+    assert daemon.ends() == 1
+    assert time.monotonic() - asked < 2
+
+
+def test_a_second_signal_ends_the_wait(launch: Launch, stub: Stub) -> None:
+    """SIGTERM in mid-sweep, twice: a quick exit, no traceback."""
+    stub.on("EMQ.PROMOTE", SILENCE)
+    daemon = launch(config(stub.url, ["orders"]))
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
+    daemon.send(signal.SIGTERM)
+    daemon.wait_told("stopping")
+    daemon.send(signal.SIGTERM)
+    asked = time.monotonic()
+    assert daemon.ends() == 1
+    assert time.monotonic() - asked < 2
+    assert daemon.told("grace exceeded, sweeps abandoned", promote=["orders"])
+    assert daemon.errors == ""
+
+
+def test_a_stop_just_after_exec_is_prompt(launch: Launch, stub: Stub) -> None:
+    """SIGTERM within 0 to 500 ms of exec: never swallowed, never a traceback."""
+    delays = [0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5]
+    daemons = [launch(config(stub.url, ["orders"])) for _ in delays]
+
+    def stop(daemon: DaemonProcess, delay: float) -> tuple[int, float]:
+        # The moment itself is what is tested: there is no event to wait for.
+        time.sleep(delay)
+        daemon.send(signal.SIGTERM)
+        asked = time.monotonic()
+        return daemon.ends(), time.monotonic() - asked
+
+    with concurrent.futures.ThreadPoolExecutor(len(delays)) as pool:
+        ends = list(pool.map(stop, daemons, delays))
+    for daemon, (code, seconds) in zip(daemons, ends, strict=True):
+        # Before the interpreter has come to the program's first line, the kernel answers.
+        assert code in (0, -signal.SIGTERM)
+        assert seconds < 5
+        assert daemon.errors == ""
+
+
+def test_a_hangup_during_the_start_is_no_end(launch: Launch, stub: Stub) -> None:
+    """SIGHUP 20 ms after exec: from the program's first line on it never ends the process."""
+    daemon = launch(config(stub.url, ["orders"]))
+    wait_until(lambda: daemon.has_handler(signal.SIGHUP), "the first line")
+    while not daemon.told("started"):
+        assert daemon.running()
+        daemon.send(signal.SIGHUP)
+        time.sleep(0.001)
+    daemon.reload()
+    daemon.wait_ready()
+    assert daemon.errors == ""
+
+
+def test_a_storm_of_hangups(launch: Launch, stub: Stub) -> None:
+    """Deadlock when a metric is touched in a signal handler: 10,000 SIGHUPs while sweeps and
+    scrapes run flat out, and a SIGTERM at the end that is not lost among them."""
+    daemon = launch(config(stub.url, ["orders"], '[promote]\ninterval = "10ms"\n'))
+    daemon.wait_ready()
+    storm = threading.Event()
+
+    def scrape() -> int:
+        scrapes = 0
+        while not storm.is_set():
+            daemon.scrape()
+            scrapes += 1
+        return scrapes
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        scraping = [pool.submit(scrape) for _ in range(2)]
+        for _ in range(10_000):
+            daemon.send(signal.SIGHUP)
+        swept = stub.count("EMQ.PROMOTE")
+        wait_until(lambda: stub.count("EMQ.PROMOTE") > swept + 10, "sweeps after the storm")
+        storm.set()
+        assert all(done.result() > 0 for done in scraping)
+    assert daemon.value("emqtimerd_config_last_reload_successful") == 1
+    for _ in range(100):
+        daemon.send(signal.SIGHUP)
+    assert daemon.stop() == 0
+    assert daemon.errors == ""
+
+
+# --- reloads ------------------------------------------------------------------------------------
+
+BAD_FILES: dict[str, tuple[str | bytes, str]] = {
+    "truncated": ('queues = ["ord', "emqtimerd.toml"),
+    "unknown key": ('queues = ["orders"]\n[promote]\nlimits = 1\n', "promote.limits"),
+    "interval 0": ('queues = ["orders"]\n[promote]\ninterval = "0s"\n', "promote.interval"),
+    "interval 1e9": ('queues = ["orders"]\n[promote]\ninterval = "1e9"\n', "promote.interval"),
+    "blank": ('queues = ["orders"]\n[promote]\ninterval = "5 s"\n', "promote.interval"),
+    "duplicate": ('queues = ["orders", "orders"]\n', "more than once"),
+    "no queue left": ("queues = []\n", "nothing to sweep"),
+    "not UTF-8": (b'queues = ["\xff"]\n', "UTF-8"),
+    "nested for ever": ("queues = " + "[" * 100_000, ""),
+}
+
+
+def test_a_bad_file_changes_nothing(launch: Launch, stub: Stub) -> None:
+    """SIGHUP kills, or a bad config kills: each kind of bad file is refused as a whole, with the
+    reason; the sweeps go on as before, and the next good file is taken."""
+    good = config(stub.url, ["orders"], '[promote]\ninterval = "50ms"\n')
+    daemon = launch(good)
+    daemon.wait_ready()
+    for name, (text, words) in BAD_FILES.items():
+        daemon.file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        line = daemon.reload()
+        assert line["event"] != "reloaded", name
+        assert line["level"] == "error", name
+        assert words in json.dumps(line), name
+        assert daemon.value("emqtimerd_config_last_reload_successful") == 0
+        swept = stub.count("EMQ.PROMOTE", b"{orders}")
+        wait_until(lambda s=swept: stub.count("EMQ.PROMOTE", b"{orders}") > s, "sweeps go on")  # type: ignore[misc]
+    daemon.file.unlink()
+    assert "emqtimerd.toml" in json.dumps(daemon.reload())
+    assert daemon.reload(good)["event"] == "reloaded"
+    assert daemon.value("emqtimerd_config_last_reload_successful") == 1
+    assert daemon.errors == ""
+
+
+def test_secrets_of_a_bad_file_are_not_told(launch: Launch, stub: Stub) -> None:
+    """The error names file, key and value, but no password."""
+    daemon = launch(config(stub.url, ["orders"]))
+    daemon.wait_ready()
+    line = daemon.reload(config("redis://u:hunter2@host:port/0", ["orders"]))
+    assert "node.url" in json.dumps(line)
+    assert "hunter2" not in json.dumps(daemon.lines())
+    assert "hunter2" not in daemon.get("/")[1]
+
+
+def test_a_reload_through_a_swapped_link(launch: Launch, stub: Stub, tmp_path: Path) -> None:
+    """ConfigMap updates: the path is opened anew, so a swapped `..data` link is seen."""
+    for name, queue in (("v1", "orders"), ("v2", "emails")):
+        (tmp_path / name).mkdir()
+        text = config(stub.url, [queue], '[promote]\ninterval = "50ms"\n')
+        (tmp_path / name / "emqtimerd.toml").write_text(text)
+    data, new = tmp_path / "..data", tmp_path / "..new"
+    data.symlink_to("v1")
+    (tmp_path / "mounted.toml").symlink_to("..data/emqtimerd.toml")
+    daemon = launch(None, "--config", str(tmp_path / "mounted.toml"))
+    daemon.wait_ready()
+    new.symlink_to("v2")
+    new.rename(data)
+    assert daemon.reload()["event"] == "reloaded"
+    wait_until(lambda: stub.count("EMQ.PROMOTE", b"{emails}") > 1, "the new queue swept")
+    assert daemon.value("emqtimerd_queues") == 1
+
+
+def test_series_of_a_removed_queue_go_and_stay_gone(open_daemon: Open, stub: Stub) -> None:
+    """Series of removed queues: also when a sweep of theirs ends after the reload."""
+    stub.on("ZRANGE", ids(b"JOB1", b"1"), word=b"{gone}")
+    stub.on("EMQ.PROMOTE", late(integer(5), 0.6), word=b"{gone}")
+    fast = {"interval": "50ms"}
+    daemon = open_daemon(stub.url, ["orders", "gone", "other"], promote=fast)
+    wait_until(lambda: stub.count("EMQ.PROMOTE", b"{gone}") == 1, "its sweep under way")
+    daemon.reload(queues=["orders"])
+    before = {name for name in daemon.scrape() if "queue=" in name}
+    assert all('queue="orders"' in name for name in before)
+    swept = stub.count("EMQ.PROMOTE", b"{orders}")
+    wait_until(lambda: stub.count("EMQ.PROMOTE", b"{orders}") > swept + 3, "the late sweep's end")
+    assert {name for name in daemon.scrape() if "queue=" in name} == before
+    assert stub.count("EMQ.PROMOTE", b"{gone}") == 1
+
+
+def test_counters_go_on_across_reloads(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Same metric registered twice: fifty reloads and a second daemon in the process, no error,
+    and every counter goes on from where it was."""
+    Jobs(client, "orders").schedule(b"", at_ms=1, job_id=b"JOB1")
+    other = open_daemon(node.url, ["emails"], **FAST)
+    daemon = open_daemon(node.url, ["orders"], **FAST)
+    daemon.wait_value(promoted("orders"), 1)
+    before = daemon.value(sweeps("orders"))
+    for number in range(50):
+        daemon.reload(promote={"interval": "100ms", "limit": 100 + number})
+    after = daemon.value(sweeps("orders"))
+    assert before is not None
+    assert after is not None
+    assert after >= before
+    assert daemon.value(promoted("orders")) == 1
+    assert other.value(promoted("orders")) is None
+
+
+def test_a_changed_url_leads_to_the_other_node(open_daemon: Open, stub: Stub) -> None:
+    """A reload may change the node: the old one is left alone, the new one swept at once."""
+    with Stub() as other:
+        daemon = open_daemon(stub.url, ["orders"], **FAST)
+        daemon.wait_ready()
+        daemon.reload(node={"url": other.url})
+        wait_until(lambda: other.count("EMQ.PROMOTE") > 1, "the new node swept")
+        known = len(stub.arrivals)
+        swept = other.count("EMQ.PROMOTE")
+        wait_until(lambda: other.count("EMQ.PROMOTE") > swept + 5, "further sweeps")
+        assert len(stub.arrivals) == known
+        assert [name for name in daemon.scrape() if "node_up" in name] == [
+            f'emqtimerd_node_up{{node="127.0.0.1:{other.port}"}}'
+        ]
+        daemon.wait_ready()
+
+
+def test_what_a_restart_takes_over_only_is_told(open_daemon: Open, stub: Stub) -> None:
+    """SIGHUP: a setting that needs a restart is named, and the daemon stays reachable."""
+    daemon = open_daemon(stub.url, ["orders"])
+    daemon.reload(http={"listen": "127.0.0.1:1"})
+    (line,) = daemon.told("http.listen is taken over by a restart only")
+    assert (line["listen"], line["until_then"]) == ("127.0.0.1:1", "127.0.0.1:0")
+    daemon.wait_ready()
+
+
+def test_every_reload_is_answered_to_the_manager(
+    launch: Launch, stub: Stub, tmp_path: Path
+) -> None:
+    """Reload under Type=notify-reload: RELOADING=1 and the time in one datagram, READY=1 after it:
+    good file, bad file, file gone, three in a row, and during a slow sweep."""
+    with Manager(f"\0emqtimerd-{os.getpid()}") as manager:
+        good = config(stub.url, ["orders"], node='timeout = "1s"')
+        daemon = launch(good, environ={"NOTIFY_SOCKET": f"@emqtimerd-{os.getpid()}"})
+        manager.wait_told("READY=1")
+        daemon.reload(good)
+        daemon.reload("queues = [")
+        daemon.file.unlink()
+        daemon.reload()
+        stub.on("EMQ.PROMOTE", SILENCE)
+        promotions = stub.count("EMQ.PROMOTE")
+        wait_until(lambda: stub.count("EMQ.PROMOTE") > promotions, "a sweep that hangs")
+        daemon.reload(good)
+        for _ in range(3):
+            daemon.send(signal.SIGHUP)
+        wait_until(lambda: len(daemon.told("reloaded")) > 2, "the last reload")
+        wait_until(
+            lambda: len(manager.told("READY=1")) == len(manager.told("RELOADING=1")) + 1,
+            "each reload answered",
+        )
+        assert daemon.stop() in (0, 1)
+    beginnings = [text for _, text in manager.messages if text.startswith("RELOADING=1")]
+    for text in beginnings:
+        _, monotonic = text.split("\n")
+        name, microseconds = monotonic.split("=")
+        assert name == "MONOTONIC_USEC"
+        assert abs(int(microseconds) / 1e6 - time.monotonic()) < 60
+    states = [text.split("\n")[0] for _, text in manager.messages if not text.startswith("STATUS")]
+    pairs = [state for state in states if state in ("RELOADING=1", "READY=1")]
+    assert pairs == ["READY=1", *["RELOADING=1", "READY=1"] * len(beginnings)]
+
+
+# --- failures of the node -----------------------------------------------------------------------
+
+
+def test_a_hung_sweep_does_not_stop_its_queue(open_daemon: Open, stub: Stub) -> None:
+    """One hung sweep stops that queue for ever: each has a deadline, the next one comes, and a
+    reloaded interval is in force."""
+    stub.on("EMQ.PROMOTE", SILENCE, SILENCE, integer(0))
+    slow = {"interval": "1h"}
+    daemon = open_daemon(
+        stub.url, ["orders"], node={"timeout": "300ms"}, promote=slow, stalled_check=slow
+    )
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that hangs")
+    daemon.reload(promote={"interval": "100ms"})
+    daemon.wait_ready()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") > 5, "sweeps at the new interval")
+    assert daemon.value(sweeps("orders", outcome="unknown")) == 2
+
+
+ERRORS = {
+    "LOADING": "LOADING Valkey is loading the dataset in memory",
+    "BUSY": "BUSY Valkey is busy running a script",
+    "OOM": "OOM command not allowed when used memory > 'maxmemory'",
+    "MISCONF": "MISCONF Errors writing to the AOF file",
+    "NOPERM": "NOPERM this user has no permissions to run the 'emq.promote' command",
+    "WRONGTYPE": "WRONGTYPE Operation against a key holding the wrong kind of value",
+    "READONLY": "READONLY You can't write against a read only replica.",
+    "MASTERDOWN": "MASTERDOWN Link with MASTER is down",
+    "CLUSTERDOWN": "CLUSTERDOWN The cluster is down",
+    "TRYAGAIN": "TRYAGAIN Multiple keys request during rehashing of slot",
+    "UNBLOCKED": "UNBLOCKED force unblock from blocking operation",
+    "ERR": "ERR unheard of",
+    "other": "NEVERSEEN words",
+}
+
+
+def test_no_failure_ends_the_loop(open_daemon: Open, stub: Stub) -> None:
+    """Loop dies on one failure: each error once, on a queue of its own; all are counted under a
+    fixed code, told once, and followed by good sweeps; a queue without errors is not delayed."""
+    for code, text in ERRORS.items():
+        stub.on("EMQ.PROMOTE", error(text), integer(0), word=b"{%b}" % code.encode())
+    stub.on("EMQ.PROMOTE", simple("OK"), integer(0), word=b"{shape}")
+    stub.on("EMQ.PROMOTE", cut(integer(7), 2), integer(0), word=b"{cut}")
+    stub.on("EMQ.PROMOTE", HANG_UP, integer(0), word=b"{hangup}")
+    queues = [*ERRORS, "shape", "cut", "hangup", "good"]
+    daemon = open_daemon(
+        stub.url, queues, promote={"interval": "100ms"}, stalled_check={"interval": "1h"}
+    )
+    for queue in queues:
+        wait_until(
+            lambda q=queue: daemon.value(sweeps(q)) not in (0, None),  # type: ignore[misc]
+            f"good sweeps of {queue}",
+        )
+    samples = daemon.scrape()
+    for code in ERRORS:
+        name = f'emqtimerd_sweep_errors_total{{code="{code}",queue="{code}",verb="promote"}}'
+        # An error that came behind a lost reply is not known; the sweep was then unknown.
+        unknown = samples[sweeps(code, outcome="unknown")]
+        assert samples.get(name, 0) + unknown >= 1, code
+    for queue in queues:
+        assert len(daemon.told("sweep failed", queue=queue)) <= 2
+    daemon.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("room", "method"), [("_ledger", "record"), ("_chronicle", "tell"), ("_ledger", "node_seen")]
+)
+def test_a_failure_of_our_own_does_not_end_the_loop(
+    open_daemon: Open, stub: Stub, monkeypatch: pytest.MonkeyPatch, room: str, method: str
+) -> None:
+    """Loop dies on one failure: an exception inside a metrics or log call is told, and the next
+    sweeps come."""
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    daemon.wait_ready()
+    target = getattr(daemon.daemon, room)
+    failures = iter(range(2))
+    real = getattr(target, method)
+
+    def fail(*arguments: Any) -> Any:
+        if next(failures, None) is not None:
+            raise RuntimeError("a mistake of our own")
+        return real(*arguments)
+
+    monkeypatch.setattr(target, method, fail)
+    stub.hang_up()
+    daemon.wait_told("a round failed, the next one goes on", 2)
+    swept = stub.count("EMQ.PROMOTE")
+    wait_until(lambda: stub.count("EMQ.PROMOTE") > swept + 3, "further sweeps")
+    daemon.wait_ready()
+
+
+def test_a_poison_row_next_to_a_good_queue(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Poison row: the good queue is on time, the bad one is named with the row's id, once, and
+    works again as soon as somebody removes the row."""
+    good, bad = Jobs(client, "good"), Jobs(client, "bad")
+    bad.schedule(b"", at_ms=1, job_id=b"JOB1")
+    client.hset(wire.row_key("bad", b"JOB1"), "group", "lane")
+    daemon = open_daemon(node.url, ["bad", "good"], **FAST)
+    line = daemon.wait_told("sweep blocked")
+    assert (line["queue"], line["job_id"]) == ("bad", "JOB1")
+    daemon.wait_value('emqtimerd_queue_blocked{queue="bad",verb="promote"}', 1)
+    for number in range(5):
+        good.schedule(b"", at_ms=1, job_id=b"JOB%d" % number)
+        daemon.wait_value(promoted("good"), number + 1, timeout=1)
+    assert len(daemon.told("sweep blocked")) == 1
+    assert client.exists(wire.row_key("bad", b"JOB1"))
+    client.hdel(wire.row_key("bad", b"JOB1"), "group")
+    daemon.wait_told("sweep works again", queue="bad")
+    daemon.wait_value(promoted("bad"), 1)
+    daemon.wait_value('emqtimerd_queue_blocked{queue="bad",verb="promote"}', 0)
+
+
+def test_a_black_hole(launch: Launch, start_node: Any, tmp_path: Path) -> None:
+    """Black holes, watchdog, probes: with 20 queues and a server that is stopped, the daemon stays
+    alive, answers at once, says why it is not ready, goes on with its signs of life, and sweeps
+    soon after the server's return."""
+    node = start_node()
+    queues = [f"queue-{n}" for n in range(20)]
+    rest = '[promote]\ninterval = "200ms"\n[stalled_check]\ninterval = "300ms"\n'
+    with Manager(str(tmp_path / "manager")) as manager:
+        environ = {"NOTIFY_SOCKET": str(tmp_path / "manager"), "WATCHDOG_USEC": "1000000"}
+        daemon = launch(config(node.url, queues, rest, node='timeout = "500ms"'), environ=environ)
+        daemon.wait_ready()
+        os.kill(node.pid, signal.SIGSTOP)
+        hole = time.monotonic()
+        try:
+            wait_until(lambda: daemon.get("/readyz")[0] == 503, "not ready")
+            assert "timeout" in daemon.get("/readyz")[1]
+            while time.monotonic() < hole + 4:
+                asked = time.monotonic()
+                assert daemon.get("/healthz")[0] == 200
+                daemon.scrape()
+                assert time.monotonic() - asked < 1
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+        back = time.monotonic()
+        daemon.wait_ready(8)
+        assert time.monotonic() - back < 6.5
+        pings = [when for when in manager.told("WATCHDOG=1") if when > hole - 1]
+        assert max(b - a for a, b in pairwise(pings)) < 1
+        assert len(daemon.told("node down")) <= 3
+        assert daemon.stop() == 0
+
+
+def test_a_late_run_after_the_process_was_stopped(launch: Launch, stub: Stub) -> None:
+    """Misfire: stopped over several fire times, the daemon sweeps once at once, and then goes on at
+    its pace."""
+    daemon = launch(config(stub.url, ["orders"], '[promote]\ninterval = "500ms"\n'))
+    daemon.wait_ready()
+    daemon.send(signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_until(lambda: time.monotonic() > stopped + 2, "two seconds to pass", 4)
+    known = stub.count("EMQ.PROMOTE")
+    daemon.send(signal.SIGCONT)
+    freed = time.monotonic()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") > known, "the late sweep")
+    assert time.monotonic() - freed < 0.4
+    wait_until(lambda: stub.count("EMQ.PROMOTE") >= known + 4, "further sweeps")
+    # One late sweep, then the points of the grid: three of them take at least a second.
+    assert time.monotonic() - freed > 0.9
+    assert not daemon.told("the wall clock was set")
+
+
+def test_a_node_that_comes_back_is_told_in_two_lines(open_daemon: Open, start_node: Any) -> None:
+    """LOADING, BUSY and the like: one log line a change of state, whatever the number of rounds."""
+    node = start_node()
+    daemon = open_daemon(node.url, ["orders", "emails"], **FAST)
+    daemon.wait_ready()
+    node.kill()
+    wait_until(lambda: daemon.get("/readyz")[0] == 503, "not ready")
+    rounds = daemon.value('emqtimerd_round_duration_seconds_count{verb="promote"}') or 0
+    wait_until(
+        lambda: (
+            (daemon.value('emqtimerd_round_duration_seconds_count{verb="promote"}') or 0)
+            > rounds + 5
+        ),
+        "rounds without a node",
+    )
+    assert daemon.get("/healthz")[0] == 200
+    node.start()
+    daemon.wait_ready()
+    daemon.wait_told("node restarted")
+    assert len(daemon.told("node up")) == 2
+    assert 1 <= len(daemon.told("node down")) <= 2
+    assert daemon.value(f'emqtimerd_node_restarts_total{{node="127.0.0.1:{node.port}"}}') == 1
+
+
+# --- sweeping -----------------------------------------------------------------------------------
+
+
+def test_only_configured_queues_are_touched(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Unknown queues: on a server with twenty queues only the configured one is named in any
+    command; one that is made later is picked up without a restart."""
+    for number in range(20):
+        Jobs(client, f"queue-{number}").schedule(b"", at_ms=1, job_id=b"JOB1")
+    seen: list[str] = []
+    with connect(node) as other, other.monitor() as monitor:
+        daemon = open_daemon(node.url, ["queue-7", "later"], **FAST)
+        daemon.wait_value(promoted("queue-7"), 1)
+        Jobs(client, "later").schedule(b"", at_ms=1, job_id=b"JOB1")
+        daemon.wait_value(promoted("later"), 1)
+        daemon.stop()
+        client.echo("the end")
+        while (command := monitor.next_command()["command"]) != "ECHO the end":
+            seen.append(command)
+    named = {word for command in seen for word in command.split() if "emq:{" in word}
+    swept = [word for word in named if "{queue-" in word]
+    assert swept
+    assert all("{queue-7}" in word for word in swept)
+
+
+def test_a_job_is_promoted_when_it_is_due(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Due-time wakes: with an interval of ten seconds, jobs that are scheduled ahead move within
+    milliseconds of their time."""
+    jobs = Jobs(client, "orders")
+    for number in range(40):
+        jobs.schedule(b"", in_ms=700 + 20 * number)
+    daemon = open_daemon(node.url, ["orders"], promote={"interval": "10s"})
+    daemon.wait_value(promoted("orders"), 40)
+    samples = daemon.scrape()
+    name = "emqtimerd_promotion_lateness_seconds"
+    assert samples[f"{name}_count"] > 20
+    assert samples[f'{name}_bucket{{le="0.01"}}'] >= samples[f"{name}_count"] / 2
+
+
+def test_a_lease_is_checked_when_it_expires(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Wakes at expiry, when asked for: a lease that runs out between two rounds is recovered then,
+    and one that is extended is left."""
+    jobs = Jobs(client, "orders")
+    for number in range(2):
+        jobs.enqueue(b"", b"JOB%d" % number)
+    lost, kept = jobs.claim(lease_ms=1_200), jobs.claim(lease_ms=1_200)
+    assert lost
+    assert kept
+    check = {"interval": "1h", "restart_grace": "0s", "at_expiry": True, "max_stalled": 2}
+    daemon = open_daemon(node.url, ["orders"], stalled_check=check)
+    wait_until(lambda: daemon.value(sweeps("orders", "stalled_check")), "the first check")
+    assert daemon.value('emqtimerd_jobs_recovered_total{queue="orders"}') == 0
+    jobs.extend(kept, lease_ms=60_000)
+    daemon.wait_value('emqtimerd_jobs_recovered_total{queue="orders"}', 1, timeout=3)
+    assert client.zrange(wire.queue_key("orders", "active"), 0, -1) == [kept.id]
+
+
+def test_a_worker_keeps_its_jobs_over_a_restart(open_daemon: Open, start_node: Any) -> None:
+    """All leases look expired after the server was down: who extends within the grace keeps its
+    job; the other is recovered after it, not counted as a stall; the restart report adds up."""
+    node = start_node()
+    with connect(node) as client:
+        jobs = Jobs(client, "orders")
+        for number in range(3):
+            jobs.enqueue(b"", b"JOB%d" % number)
+        kept, lost, done = (jobs.claim(lease_ms=300) for _ in range(3))
+    assert kept
+    assert lost
+    assert done
+    # The grace at the daemon's own start is over: none is asked for until the server has gone.
+    check = {"interval": "1h", "restart_grace": "1h"}
+    daemon = open_daemon(node.url, ["orders"], stalled_check=check, promote={"interval": "100ms"})
+    daemon.wait_ready()
+    node.kill()
+    daemon.wait_told("node down")
+    node.start()
+    daemon.reload(stalled_check={"interval": "100ms", "restart_grace": "2s"})
+    restarted = time.monotonic()
+    with connect(node) as client:
+        jobs = Jobs(client, "orders")
+        jobs.extend(kept, lease_ms=60_000)
+        daemon.wait_value('emqtimerd_active_leases{epoch="previous",queue="orders"}', 2)
+        jobs.complete(done)
+        daemon.wait_value('emqtimerd_active_leases{epoch="previous",queue="orders"}', 1)
+        assert daemon.value('emqtimerd_jobs_recovered_total{queue="orders"}') == 0
+        daemon.wait_value('emqtimerd_jobs_recovered_total{queue="orders"}', 1)
+        assert time.monotonic() - restarted > 1
+        assert client.zrange(wire.queue_key("orders", "active"), 0, -1) == [kept.id]
+        assert client.hget(wire.row_key("orders", lost.id), "stalled") in (None, b"0")
+    (crossing,) = daemon.told("lease crossed a server restart")
+    assert crossing["job_id"] == lost.id.decode()
+    assert crossing["run_id"] != crossing["lease_epoch"]
+    assert daemon.value('emqtimerd_lease_expiries_total{cause="restart",queue="orders"}') == 1
+    begun = daemon.told("restart report: leases of an earlier server process")[-1]
+    end = daemon.wait_told("restart report: the last lease of an earlier server process is gone")
+    assert end["leases"] == begun["leases"] in (2, 3)
+    assert end["recovered"] == 1
+    assert end["recovered"] + end["settled_elsewhere"] == end["leases"]
+
+
+def test_replicas_count_each_job_once(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Two daemons, no lock: three replicas move each job once, and their counters add up."""
+    daemons = [open_daemon(node.url, ["orders"], **FAST) for _ in range(3)]
+    jobs = Jobs(client, "orders")
+    for number in range(300):
+        jobs.schedule(b"", in_ms=number % 50)
+    pending = wire.queue_key("orders", "pending")
+    wait_until(lambda: client.zcard(pending) == 300, "all jobs pending")
+    wait_until(
+        lambda: sum(daemon.value(promoted("orders")) or 0 for daemon in daemons) == 300,
+        "300 promotions counted",
+    )
+
+
+def test_shards_share_the_queues_out(open_daemon: Open, stub: Stub) -> None:
+    """With two shards each queue is swept by one daemon, and reported by that one only."""
+    queues = [f"queue-{n}" for n in range(20)]
+    daemons = [
+        open_daemon(stub.url, queues, shard={"index": index, "count": 2}) for index in range(2)
+    ]
+    theirs = [{q for q in queues if daemon.value(sweeps(q)) is not None} for daemon in daemons]
+    assert theirs[0] | theirs[1] == set(queues)
+    assert not theirs[0] & theirs[1]
+    assert min(map(len, theirs)) > 3
+    for daemon in daemons:
+        daemon.wait_ready()
+
+
+def test_queues_are_discovered(open_daemon: Open, node: DevNode, client: redis.Redis) -> None:
+    """Discovery: a queue that appears is swept, one that is excluded is not, and a reload that
+    excludes a found one leaves the others alone."""
+    for queue in ("orders", "emails", "secret"):
+        Jobs(client, queue).schedule(b"", in_ms=60_000)
+    discovery = {"enabled": True, "interval": "1s", "exclude": ["sec*"]}
+    daemon = open_daemon(node.url, [], discovery=discovery, **FAST)
+    daemon.wait_value("emqtimerd_queues", 2)
+    wait_until(lambda: (daemon.value(sweeps("orders")) or 0) > 3, "sweeps")
+    before = daemon.value(sweeps("orders")) or 0
+    daemon.reload(discovery={**discovery, "exclude": ["sec*", "emails"]})
+    samples = daemon.scrape()
+    assert samples["emqtimerd_queues"] == 1
+    assert samples[sweeps("orders")] >= before
+    daemon.reload(discovery={"enabled": False}, queues=["listed"])
+    assert daemon.value("emqtimerd_queues") == 1
+
+
+ODD_NAMES = ["a:b", 'quote"back\\slash', "é-ß-漢", "-", "'", "#{}".replace("{}", ""), "n" * 255]
+
+
+def test_odd_queue_names_are_swept_and_scraped(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """One odd label value makes every scrape fail: each legal name has one series a metric."""
+    for name in ODD_NAMES:
+        Jobs(client, name).schedule(b"", at_ms=1, job_id=b"JOB1")
+    daemon = open_daemon(node.url, ODD_NAMES, **FAST)
+    for name in ODD_NAMES:
+        wait_until(
+            lambda n=name: daemon.value(promoted(n)) == 1,  # type: ignore[misc]
+            f"{name} promoted",
+        )
+    assert daemon.get("/")[0] == 200
+
+
+# --- signs of life ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+    """A service manager that watches this process with a limit of half a second."""
+    path = str(tmp_path / "manager")
+    monkeypatch.setenv("NOTIFY_SOCKET", path)
+    monkeypatch.setenv("WATCHDOG_USEC", "500000")
+    with Manager(path) as manager:
+        yield manager
+
+
+def test_signs_of_life_come_in_half_the_time(
+    open_daemon: Open, stub: Stub, manager: Manager
+) -> None:
+    """Watchdog: with a limit of 0.5 s there is a ping at least every 0.25 s, server or not."""
+    daemon = open_daemon(stub.url, ["orders"], node={"timeout": "300ms"}, **FAST)
+    daemon.wait_ready()
+    stub.on("EMQ.PROMOTE", SILENCE)
+    stub.on("EMQ.VERSION", SILENCE)
+    manager.wait_told("WATCHDOG=1", 20)
+    pings = manager.told("WATCHDOG=1")
+    gaps = sorted(b - a for a, b in pairwise(pings))
+    assert gaps[len(gaps) // 2] < 0.25
+    assert gaps[-1] < 0.5
+
+
+def test_no_sign_of_life_when_the_scheduler_stands(
+    open_daemon: Open, stub: Stub, manager: Manager
+) -> None:
+    """Watchdog: when the scheduler has not ticked, pings stop although the main loop turns; and
+    they come again when it goes on."""
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    manager.wait_told("WATCHDOG=1", 3)
+    scheduler = daemon.daemon._timer._scheduler
+    process_jobs, release = scheduler._process_jobs, threading.Event()
+
+    def stand() -> Any:
+        release.wait(10)
+        return process_jobs()
+
+    scheduler._process_jobs = stand
+    wait_until(lambda: daemon.daemon._ledger.beat_age() > 1, "the scheduler to stand")
+    stood = time.monotonic() - 0.5
+    assert not [when for when in manager.told("WATCHDOG=1") if when > stood]
+    assert daemon.running()
+    known = len(manager.told("WATCHDOG=1"))
+    release.set()
+    manager.wait_told("WATCHDOG=1", known + 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("thread", ["scheduler", "web server", "main loop"])
+def test_a_dead_thread_ends_the_process_with_a_reason(
+    open_daemon: Open, stub: Stub, thread: str
+) -> None:
+    """A daemon without its scheduler, or that nobody can scrape, ends: exit 1, and it says why."""
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    daemon.wait_ready()
+
+    def die(*_: object) -> Any:
+        raise SystemExit if thread == "scheduler" else RuntimeError("a mistake of our own")
+
+    inside = daemon.daemon
+    if thread == "scheduler":
+        inside._timer._scheduler._process_jobs = die
+    elif thread == "web server":
+        inside._http._server.stop()
+    else:
+        inside._ledger.beat_age = die  # type: ignore[method-assign]
+    wait_until(lambda: not daemon.running(), "the end")
+    assert daemon.code == 1
+    (line,) = daemon.told("stopping")
+    words = {"scheduler": "scheduler's thread has died", "web server": "HTTP server's thread"}
+    assert words.get(thread, "the main loop failed") in line["reason"]
+
+
+def test_nothing_is_left_after_a_stop(open_daemon: Open, stub: Stub) -> None:
+    """No thread and no file or socket outlives the daemon."""
+    warm = open_daemon(stub.url, ["orders"], **FAST)
+    warm.wait_ready()
+    warm.stop()
+    wait_until(lambda: stub.connections > 0, "a connection")
+    before = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        daemon = open_daemon(stub.url, ["orders", "emails"], **FAST)
+        daemon.wait_ready()
+        daemon.scrape()
+        assert daemon.stop() == 0
+
+    def left() -> list[str]:
+        mine = set(threading.enumerate()) - before[0]
+        return [t.name for t in mine if t.name.startswith(("emqtimerd", "http", "APS", "daemon"))]
+
+    wait_until(lambda: not left(), f"threads to end: {left()}")
+    wait_until(
+        lambda: len(list(Path("/proc/self/fd").iterdir())) <= before[1], "files to be closed"
+    )
+
+
+def test_a_log_that_nobody_reads_any_more_is_no_end(stub: Stub, tmp_path: Path) -> None:
+    """Loop dies on a log call: the reader of the standard error leaves, and the sweeps go on."""
+    reader, writer = os.pipe()
+    text = config(stub.url, ["orders"], '[promote]\ninterval = "50ms"\n[log]\nlevel = "debug"\n')
+    with DaemonProcess(tmp_path, text, output=writer) as daemon:
+        os.close(writer)
+        wait_until(lambda: stub.count("EMQ.PROMOTE") > 0, "a sweep")
+        os.close(reader)
+        stub.on("EMQ.PROMOTE", error("ERR words"), integer(0))
+        daemon.send(signal.SIGHUP)
+        swept = stub.count("EMQ.PROMOTE")
+        wait_until(lambda: stub.count("EMQ.PROMOTE") > swept + 5, "further sweeps")
+        assert daemon.stop() == 0
+
+
+# --- the wall clock -----------------------------------------------------------------------------
+
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+@pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime (apt-get install faketime)")
+def test_sweeps_go_on_when_the_clock_is_set(launch: Launch, stub: Stub, tmp_path: Path) -> None:
+    """Clock jumps: from 1970 to today, an hour back, thirty days ahead: the rhythm stays, memory
+    too, and one line names each jump."""
+    offset = tmp_path / "offset"
+    to_1970 = -int(time.time()) + 86_400
+    offset.write_text(f"{to_1970:+d}")
+    environ = {
+        "LD_PRELOAD": str(FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(offset),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    daemon = launch(
+        config(stub.url, ["orders"], '[promote]\ninterval = "200ms"\n'), environ=environ
+    )
+    daemon.wait_ready()
+
+    def resident_kb() -> int:
+        status = Path(f"/proc/{daemon.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0])
+
+    before = resident_kb()
+    for number, shift in enumerate((0, -3_600, 30 * 86_400), start=1):
+        offset.write_text(f"{shift:+d}")
+        known, set_at = stub.count("EMQ.PROMOTE"), time.monotonic()
+        daemon.wait_told("the wall clock was set", number, timeout=2)
+        wait_until(lambda k=known: stub.count("EMQ.PROMOTE") >= k + 7, "sweeps go on", 3)  # type: ignore[misc]
+        assert time.monotonic() - set_at > 0.8
+    jumps = [line["seconds"] for line in daemon.told("the wall clock was set")]
+    assert jumps == pytest.approx([-to_1970, -3_600, 30 * 86_400 + 3_600], abs=1)
+    assert resident_kb() - before < 20_000
+    # No orderly stop: time.sleep itself fails under libfaketime after such jumps.

@@ -276,6 +276,15 @@ class _Connection(server.HTTPConnection):
         self.socket.deadline = time.monotonic() + REQUEST_SECONDS
         return super().communicate()  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Close the connection and forget what was not sent.
+
+        Else that is tried when the object is collected, and its failure printed.
+        """
+        super().close()
+        with contextlib.suppress(OSError):
+            self.wfile.close()
+
 
 class _Pool(threadpool.ThreadPool):
     def _spawn_worker(self) -> threadpool.WorkerThread:

@@ -5,7 +5,7 @@ restart. What stays as it was is not told again.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emqtimerd import wire
@@ -82,6 +82,15 @@ class Chronicle:
             if before is not None:
                 self._log.warning("node restarted", node=node, run_id=identity.run_id, was=before)
             self._restarts[node] = _RestartReport(identity.run_id, set(queues))
+
+    def nodes_changed(self, names: Sequence[str], heirs: Mapping[str, str]) -> None:
+        """Tell who the primaries of a cluster are now, and forget those that were."""
+        with self._lock:
+            self._log.info("primaries changed", primaries=list(names), took_over=dict(heirs))
+            self._down = {name: code for name, code in self._down.items() if name in names}
+            self._up &= set(names)
+            self._peekless &= set(names)
+            self._restarts = {n: report for n, report in self._restarts.items() if n in names}
 
     # --- queues ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -233,11 +233,17 @@ class Ledger:
                 # Without a queue there was nothing to do: patience with the rounds begins now.
                 self._expected_since = self._monotonic()
 
-    def set_nodes(self, names: Iterable[str]) -> None:
-        """Keep these nodes and no other: new ones are down until they are seen."""
+    def set_nodes(self, names: Iterable[str], heirs: Mapping[str, str] | None = None) -> None:
+        """Keep these nodes and no other: new ones are down until they are seen.
+
+        `heirs` says which of them took over from which that are gone, and go on counting.
+        """
         with self._lock:
             old = self._nodes
             self._nodes = {name: old.get(name) or NodeFacts(name) for name in names}
+            for name, before in (heirs or {}).items():
+                if (facts := old.get(before)) is not None:
+                    self._nodes[name] = replace(facts, name=name)
 
     def record_quiet(self, verb: Verb, names: Sequence[str], finished_at: float) -> None:
         """Take in the queues that a round swept and found empty: most of them, most of the time."""

@@ -1,5 +1,6 @@
 """One ad-hoc sweep: both verbs over some queues, and a report for people or for scripts."""
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -8,8 +9,20 @@ from typing import Any
 
 from emqtimerd import wire
 from emqtimerd.config import Settings
-from emqtimerd.node import FenceRefused, Identity, NodeFault, Unreachable, open_node
-from emqtimerd.sweeper import Blocked, Expiry, Failure, Sweep, SweepResult, Verb, foresee, run_round
+from emqtimerd.node import FenceRefused, Identity, Node, NodeFault, Unreachable
+from emqtimerd.sweeper import (
+    Blocked,
+    Expiry,
+    Failure,
+    Round,
+    Sweep,
+    SweepResult,
+    Verb,
+    failed,
+    foresee,
+    run_round,
+)
+from emqtimerd.topology import Nodes, open_nodes
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -25,6 +38,7 @@ class QueueReport:
     """What was done to one queue, by both verbs."""
 
     queue: str
+    node: str = ""
     promoted: int = 0
     recovered: int = 0
     expiries: list[Expiry] = field(default_factory=list)
@@ -37,6 +51,7 @@ class QueueReport:
 
     def add(self, result: SweepResult) -> None:
         """Take in what one verb did."""
+        self.node = result.node
         self.promoted += result.promoted
         self.recovered += len(result.recovered)
         self.dead += result.dead
@@ -70,13 +85,12 @@ class QueueReport:
 class Report:
     """The outcome of one ad-hoc sweep."""
 
-    node: str
-    identity: Identity | None = None
+    nodes: dict[str, Identity | None] = field(default_factory=dict)
+    """The servers that have the queues, and what each said of itself."""
     queues: list[QueueReport] = field(default_factory=list)
     fault: NodeFault | None = None
     """What kept us from working on the node at all."""
     dry_run: bool = False
-    timed_out: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -101,31 +115,71 @@ def sweep_once(
     stop: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Sweep the queues now with each verb; `limit` and `max_stalled` replace what is configured."""
-    node = open_node(settings.node)
+    own = settings.node
     if timeout_seconds is not None:
-        node.timeout_seconds = min(node.timeout_seconds, timeout_seconds)
+        patience = min(own.timeout_seconds, timeout_seconds)
+        own = own.model_copy(update={"timeout_seconds": patience})
+    nodes = open_nodes(own)
     until = time.monotonic() + (timeout_seconds or NO_LIMIT_SECONDS)
-    report = Report(node.name, queues=[QueueReport(queue) for queue in queues], dry_run=dry_run)
+    report = Report(queues=[QueueReport(q, nodes.name) for q in queues], dry_run=dry_run)
+    known = {queue.queue: queue for queue in report.queues}
+
+    def work(node: Node, sweeps: list[Sweep]) -> Round:
+        report.nodes[node.name] = node.identity
+        if not dry_run:
+            # A new sweep is never quiet, so there is a result for each queue.
+            return run_round(node, sweeps, until=until, drain=drain, stop=stop)
+        try:
+            return Round([foresee(node, sweep, drain=drain, stop=stop) for sweep in sweeps])
+        except NodeFault as fault:
+            return Round(failed(node, sweeps, fault))
+
     try:
-        # The fence first, so that a node that is not one is told apart from a failed sweep.
-        with node.link():
-            report.identity = node.identity
+        _pass_fences(nodes, queues, report)
         for verb in verbs:
             sweeps = [_sweep(settings, queue, verb, limit, max_stalled) for queue in queues]
-            if dry_run:
-                results = [foresee(node, sweep, drain=drain, stop=stop) for sweep in sweeps]
-            else:
-                # A new sweep is never quiet, so there is a result for each queue.
-                results = run_round(node, sweeps, until=until, drain=drain, stop=stop).results
-            for queue, result in zip(report.queues, results, strict=True):
+            for result in _everywhere(nodes, sweeps, work):
                 result.backlog &= drain
-                queue.add(result)
+                known[result.queue].add(result)
     except NodeFault as fault:
         report.fault = fault
     finally:
-        node.close()
-    report.timed_out = time.monotonic() >= until
+        nodes.close()
     return report
+
+
+def _pass_fences(nodes: Nodes, queues: Sequence[str], report: Report) -> None:
+    """Look at each server first, so that one that is no EMQ node is told apart from a failed
+    sweep. Raises NodeFault if none can be worked on."""
+    report.nodes = {node.name: None for node in nodes.primaries()}
+    nodes.refresh()
+    shares = nodes.by_node(queues, str)
+    report.nodes = dict.fromkeys(node.name for node, _ in shares)
+    faults: list[NodeFault] = []
+    for node, _ in shares:
+        try:
+            with node.link():
+                report.nodes[node.name] = node.identity
+        except NodeFault as fault:
+            faults.append(fault)
+    if faults and len(faults) == len(shares):
+        raise faults[0]
+
+
+def _everywhere(
+    nodes: Nodes, sweeps: Sequence[Sweep], work: Callable[[Node, list[Sweep]], Round]
+) -> list[SweepResult]:
+    """Sweep each queue where it is, and those that were moved meanwhile once more."""
+    done = Round()
+    for node, share in nodes.by_node(sweeps, lambda sweep: sweep.queue):
+        done.add(work(node, share))
+    if moved := done.take_moved():
+        with contextlib.suppress(NodeFault):
+            nodes.refresh(next(iter(moved.values())))
+        again = [sweep for sweep in sweeps if sweep.queue in moved]
+        for node, share in nodes.by_node(again, lambda sweep: sweep.queue):
+            done.add(work(node, share))
+    return done.results
 
 
 def _sweep(
@@ -153,17 +207,16 @@ def document(report: Report) -> dict[str, Any]:
         result["dry_run"] = True
     if report.fault:
         result["error"] = {"code": report.fault.code, "message": report.fault.message}
-    result["nodes"] = [_node_document(report)]
-    result["queues"] = [_queue_document(queue, report.node) for queue in report.queues]
+    result["nodes"] = [_node_document(*node) for node in report.nodes.items()]
+    result["queues"] = [_queue_document(queue) for queue in report.queues]
     return result
 
 
-def _node_document(report: Report) -> dict[str, Any]:
-    identity = report.identity
+def _node_document(node: str, identity: Identity | None) -> dict[str, Any]:
     if identity is None:
-        return {"node": report.node, "run_id": None, "version": None, "brand": None, "tokens": []}
+        return {"node": node, "run_id": None, "version": None, "brand": None, "tokens": []}
     return {
-        "node": report.node,
+        "node": node,
         "run_id": identity.run_id,
         "version": identity.version,
         "brand": identity.brand,
@@ -171,10 +224,10 @@ def _node_document(report: Report) -> dict[str, Any]:
     }
 
 
-def _queue_document(queue: QueueReport, node: str) -> dict[str, Any]:
+def _queue_document(queue: QueueReport) -> dict[str, Any]:
     return {
         "queue": queue.queue,
-        "node": node,
+        "node": queue.node,
         "promoted": queue.promoted,
         "recovered": queue.recovered,
         "dead_lettered": len(queue.dead),

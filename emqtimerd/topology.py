@@ -267,6 +267,8 @@ class _Map:
     """For each slot, who serves it."""
     heirs: dict[str, str]
     """Which primaries took over from which others of the map before, by name."""
+    whole: bool
+    """Whether every slot is served."""
     branded: bool = False
     """Whether the brand was read since the map changed."""
 
@@ -333,7 +335,7 @@ class ClusterNodes(Nodes):
         if self._map is None:
             self.locate()
             return
-        ill = any(node.fault() for node in self.primaries())
+        ill = not self._map.whole or any(node.fault() for node in self.primaries())
         age = time.monotonic() - self._asked_at
         if age >= (REFRESH_IN_TROUBLE_SECONDS if ill else REFRESH_SECONDS):
             with contextlib.suppress(NodeFault):
@@ -449,7 +451,7 @@ class ClusterNodes(Nodes):
                 node = self._new_node(server, name, forebear)
             nodes[server.id] = node
             owners[part.first : part.last + 1] = [node] * (part.last + 1 - part.first)
-        return _Map(ranges, nodes, owners, heirs)
+        return _Map(ranges, nodes, owners, heirs, self._node not in owners)
 
     def _new_node(self, server: Server, name: str, forebear: Node | None) -> Node:
         return Node(

@@ -35,6 +35,7 @@ from emqtimerd.node import Node, open_node
 from emqtimerd.once import Report as OnceReport
 from emqtimerd.once import sweep_once
 from emqtimerd.sweeper import VERBS, MassExpiry, Sweep, judge_mass_expiry, run_round
+from emqtimerd.topology import Nodes
 
 PROJECT = Path(__file__).parent.parent
 QUEUE = "orders"
@@ -165,7 +166,7 @@ def as_default(node: DevNode, **settings: Any) -> Settings:
 def find_queues(settings: Settings) -> frozenset[str] | None:
     node = open_node(settings.node)
     try:
-        discovery = Discovery(node, settings)
+        discovery = Discovery(Nodes(node), settings)
         # A keyspace of a few keys is searched in a few steps.
         for _ in range(10):
             if found := discovery.step():

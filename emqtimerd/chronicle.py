@@ -123,10 +123,12 @@ class Chronicle:
         with self._lock:
             self._troubles = {k: v for k, v in self._troubles.items() if k[1] not in queues}
             self._lenient -= queues
-            for report in self._restarts.values():
+            for node, report in list(self._restarts.items()):
                 report.unseen -= queues
                 for queue in queues:
-                    report.left.pop(queue, None)
+                    # How these end, nobody here will see.
+                    report.found -= report.left.pop(queue, 0)
+                self._tell_report(node, report)
 
     def _tell_trouble(self, result: SweepResult, before: str | None) -> None:
         queue, verb = result.queue, result.verb
@@ -184,7 +186,7 @@ class Chronicle:
             self._log.warning(
                 "mass expiry: the stall check is sent with max_stalled + 1", queue=result.queue
             )
-        elif not result.lenient and result.verb == "stalled_check":
+        elif not result.lenient and result.verb == "stalled_check" and result.passes:
             self._lenient.discard(result.queue)
             self._log.info("mass expiry is over", queue=result.queue)
 
@@ -202,13 +204,18 @@ class Chronicle:
         report.left[result.queue] = max(previous - here, 0)
         if report.left[result.queue] == 0:
             del report.left[result.queue]
+        self._tell_report(result.node, report)
+
+    def _tell_report(self, node: str, report: _RestartReport) -> None:
         if report.unseen:
             return
+        # More may have been recovered than was counted: counts stop.
+        report.found = max(report.found, report.recovered)
         if report.found and not report.begun:
             report.begun = True
             self._log.warning(
                 "restart report: leases of an earlier server process",
-                node=result.node,
+                node=node,
                 run_id=report.run_id,
                 leases=report.found,
             )
@@ -216,10 +223,10 @@ class Chronicle:
             if report.found:
                 self._log.warning(
                     "restart report: the last lease of an earlier server process is gone",
-                    node=result.node,
+                    node=node,
                     run_id=report.run_id,
                     leases=report.found,
                     recovered=report.recovered,
-                    settled_elsewhere=max(report.found - report.recovered, 0),
+                    settled_elsewhere=report.found - report.recovered,
                 )
-            del self._restarts[result.node]
+            del self._restarts[node]

@@ -54,9 +54,10 @@ clean: ## remove all that the other targets made, environments included
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(CORE).so
 	find emqtimerd tests bench -name __pycache__ -prune -exec rm -rf {} +
 
-# Redis 7.0 for the conformance suite. Does nothing where it is installed or cannot be.
+# What judges the conformance suite, the page, the alerts and the units. Does nothing where it is
+# installed or cannot be.
 packages:
-	@.ci/packages redis-server
+	@.ci/packages redis-server chromium prometheus systemd
 
 $(READY): pyproject.toml setup.py
 	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \

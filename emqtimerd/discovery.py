@@ -64,7 +64,7 @@ class Discovery:
             self._nodes.locate()
             self._ahead = list(self._nodes.primaries())
         try:
-            self._cursor, keys = self._scan(self._ahead[0], now)
+            self._cursor, keys = self._scan(self._ahead[0])
         except (NodeFault, wire.ReplyError, wire.ShapeError):
             if not self._nodes.tended:
                 return None
@@ -75,13 +75,12 @@ class Discovery:
             del self._ahead[0]
         return None if self._ahead else self._known(now)
 
-    def _scan(self, node: Node, now: float) -> tuple[bytes, list[bytes]]:
+    def _scan(self, node: Node) -> tuple[bytes, list[bytes]]:
         if self._nodes.tended and (fault := node.fault()):
             raise fault
         with node.link() as link:
-            (reply,) = link.exchange(
-                wire.scan(self._cursor, PATTERN, KEYS_PER_STEP), 1, now + node.timeout_seconds
-            )
+            deadline = time.monotonic() + node.timeout_seconds
+            (reply,) = link.exchange(wire.scan(self._cursor, PATTERN, KEYS_PER_STEP), 1, deadline)
         return wire.read_scan(reply)
 
     def _note(self, key: bytes, now: float) -> None:

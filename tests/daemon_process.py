@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -328,3 +329,26 @@ class Manager:
         wait_until(
             lambda: len(self.told(start)) >= times, f"{start} told; it was {self.messages}", timeout
         )
+
+
+class Book:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, dict[str, Any]]] = []
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        return partial(self._note, level)
+
+    def _note(self, level: str, event: str, **fields: Any) -> None:
+        self.lines.append((level, event, fields))
+
+    def take(self) -> list[str]:
+        """The events since the last call, without the debug ones."""
+        events = [event for level, event, _ in self.lines if level != "debug"]
+        self.lines.clear()
+        return events
+
+    def last(self, event: str) -> dict[str, Any]:
+        """The fields of the last line of an event."""
+        return [fields for _, each, fields in self.lines if each == event][-1]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import pytest
+from daemon_process import Book
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,29 +21,6 @@ AFTER = Identity("b" * 40, "9.1.2", "echomq:6.0.0", wire.TOKENS, 0.0)
 LOST = Failure("connection", "cannot connect", of_node=True)
 FIRST = "restart report: leases of an earlier server process"
 LAST = "restart report: the last lease of an earlier server process is gone"
-
-
-class Book:
-    """A log that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str, dict[str, Any]]] = []
-
-    def __getattr__(self, level: str) -> Callable[..., None]:
-        return partial(self._note, level)
-
-    def _note(self, level: str, event: str, **fields: Any) -> None:
-        self.lines.append((level, event, fields))
-
-    def take(self) -> list[str]:
-        """The events since the last call, without the debug ones."""
-        events = [event for level, event, _ in self.lines if level != "debug"]
-        self.lines.clear()
-        return events
-
-    def last(self, event: str) -> dict[str, Any]:
-        """The fields of the last line of an event."""
-        return [fields for _, each, fields in self.lines if each == event][-1]
 
 
 @pytest.fixture

@@ -1,0 +1,495 @@
+"""Rounds: grace after a restart, the guard against mass expiry, pauses after errors, and wakes.
+
+Against a scripted server, with a clock that the test moves on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from daemon_process import Book
+from stub import HANG_UP, RUN_ID, SILENCE, Answer, Stub, array, bulk, error, ids, integer, late
+
+from emqtimerd import node as nodes_module
+from emqtimerd import rounds as rounds_module
+from emqtimerd import sweeper as sweeper_module
+from emqtimerd.chronicle import Chronicle
+from emqtimerd.config import Settings
+from emqtimerd.ledger import Ledger
+from emqtimerd.log import Log
+from emqtimerd.node import BACKOFF_CAP_SECONDS
+from emqtimerd.rounds import QUEUE_BACKOFF_CAP_SECONDS, Rounds
+from emqtimerd.timer import Cadence, Wake
+from emqtimerd.topology import open_nodes
+
+OTHER_RUN_ID = b"b" * 40
+
+
+class Clock:
+    """The module `time`, moved on by the test."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (nodes_module, rounds_module, sweeper_module):
+        monkeypatch.setattr(module, "time", clock)
+    # Jitter at its longest, so that the test knows when a pause is over.
+    monkeypatch.setattr(random, "uniform", lambda _, most: most)
+    return clock
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as stub:
+        yield stub
+
+
+class Desk:
+    """Rounds with all that is around them."""
+
+    def __init__(self, stub: Stub, queues: list[str], **settings: Any) -> None:
+        self.stub = stub
+        self.queues = queues
+        self.ledger = Ledger()
+        self.book = Book()
+        self.stopping = False
+        self.nodes = open_nodes(self._settings(settings).node)
+        chronicle = Chronicle(cast("Log", self.book))
+        self.rounds = Rounds(self.nodes, self.ledger, chronicle, lambda: self.stopping)
+        self.ledger.set_queues(queues)
+        self.cadences = self.configure(**settings)
+
+    def _settings(self, tree: dict[str, Any]) -> Settings:
+        node = {"url": self.stub.url, "timeout": "1s", **tree.get("node", {})}
+        return Settings.model_validate({**tree, "node": node, "queues": self.queues})
+
+    def configure(self, **settings: Any) -> dict[Cadence, list[str]]:
+        return self.rounds.configure(self._settings(settings), self.queues)
+
+    def promote(self) -> list[Wake]:
+        return self.rounds.run("promote", self.queues)
+
+    def check(self) -> list[Wake]:
+        """One round of stall checks, without the wakes for a look at all queues at the start."""
+        return self.rounds.run("stalled_check", self.queues)
+
+
+@pytest.fixture
+def open_desk(stub: Stub, clock: Clock) -> Iterator[Callable[..., Desk]]:
+    with ExitStack() as stack:
+
+        def open_(*queues: str, **settings: Any) -> Desk:
+            desk = Desk(stub, list(queues) or ["orders"], **settings)
+            stack.callback(desk.nodes.close)
+            return desk
+
+        yield open_
+
+
+def info(run_id: bytes = RUN_ID, uptime: int = 60) -> Answer:
+    text = b"valkey_version:9.1.2\r\nrun_id:%b\r\nuptime_in_seconds:%d\r\n" % (run_id, uptime)
+    return bulk(text)
+
+
+def restart(stub: Stub, run_id: bytes = OTHER_RUN_ID) -> None:
+    """Let another server process answer from now on."""
+    stub.on("INFO", info(run_id, 0))
+    stub.hang_up()
+
+
+# --- the grace ----------------------------------------------------------------------------------
+
+
+def test_at_the_start_what_remains_of_the_grace_counts(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """Leases after an outage: a server that has been up for 3 s gets the other 7 s; until then its
+    leases are only looked at. Promotion waits for nothing."""
+    stub.on("INFO", info(uptime=3))
+    desk = open_desk()
+    desk.promote()
+    assert stub.count("EMQ.PROMOTE") == 1
+    wakes = [wake for wake in desk.check() if wake.at > clock.monotonic() + 2]
+    assert stub.count("EMQ.STALLED.CHECK") == 0
+    assert stub.count("EVAL_RO") == 1
+    assert [(wake.verb, wake.queue) for wake in wakes] == [("stalled_check", "orders")]
+    assert wakes[0].at - clock.monotonic() == pytest.approx(7, abs=1)
+    clock.ahead = 6
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK") == 0
+    clock.ahead = 8.5
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK") == 1
+
+
+def test_a_server_that_has_been_up_for_long_gets_none(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """The daemon's own restart is no reason to wait."""
+    open_desk().check()
+    assert stub.count("EMQ.STALLED.CHECK") == 1
+
+
+def test_without_info_there_is_no_grace_at_the_start(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """An ACL that hides the server's age costs the grace, not the checks."""
+    stub.on("INFO", error("NOPERM no permission"))
+    open_desk().check()
+    assert stub.count("EMQ.STALLED.CHECK") == 1
+
+
+def test_another_server_process_gets_the_whole_grace(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """Leases after a restart: the first stall check of each queue waits, each as long as it is
+    configured to; the restart is counted and told."""
+    own = {"impatient": {"stalled_check": {"restart_grace": "0s"}}}
+    desk = open_desk("orders", "impatient", queue=own)
+    desk.check()
+    restart(stub)
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK", b"{orders}") == 1
+    assert stub.count("EMQ.STALLED.CHECK", b"{impatient}") == 2
+    assert desk.ledger.overview().nodes[0].restarts == 1
+    assert "node restarted" in desk.book.take()
+    clock.ahead = 9.9
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK", b"{orders}") == 1
+    clock.ahead = 10.2
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK", b"{orders}") == 2
+
+
+def test_after_a_restart_all_leases_are_looked_at(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """Whoever notices the restart has every queue looked at within a second, not all at once."""
+    queues = [f"queue-{number}" for number in range(50)]
+    desk = open_desk(*queues)
+    desk.promote()
+    restart(stub)
+    now = clock.monotonic()
+    wakes = desk.promote()
+    assert sorted(wake.queue for wake in wakes) == sorted(queues)
+    assert {wake.verb for wake in wakes} == {"stalled_check"}
+    offsets = sorted(wake.at - now for wake in wakes)
+    assert offsets[0] >= 0
+    assert 0.7 < offsets[-1] < 1.2
+    assert desk.promote() == []
+
+
+@pytest.mark.parametrize(("outage", "waits"), [(3.0, False), (9.0, False), (11.0, True)])
+def test_an_outage_longer_than_the_grace_is_like_a_restart(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock, outage: float, waits: bool
+) -> None:
+    """The same server after a cut network: workers were cut off too. A blip is no outage."""
+    desk = open_desk()
+    desk.check()
+    stub.on("EMQ.VERSION", HANG_UP)
+    stub.hang_up()
+    desk.check()
+    clock.ahead += outage
+    stub.on("EMQ.VERSION", bulk(b"promote stalled.check"))
+    checks = stub.count("EMQ.STALLED.CHECK")
+    desk.check()
+    assert (stub.count("EMQ.STALLED.CHECK") == checks) is waits
+    clock.ahead += 10.2
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK") > checks
+    assert desk.ledger.overview().nodes[0].restarts == 0
+
+
+def test_a_restart_in_the_middle_of_a_round_does_not_get_past_the_grace(
+    open_desk: Callable[..., Desk], stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server that was asked who it is, is the one that is checked: another one is left for the
+    next round."""
+    desk = open_desk()
+    desk.check()
+
+    def survey(*_: object) -> list[Any]:
+        restart(stub)
+        return []
+
+    monkeypatch.setattr(rounds_module, "survey", survey)
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK") == 1
+    assert desk.ledger.queues()[0].stalled_check.error == 0
+
+
+# --- mass expiry --------------------------------------------------------------------------------
+
+GUARD = {"stalled_check": {"mass_expiry": {"share": 0.5, "at_least": 20}, "max_stalled": 3}}
+
+
+@pytest.mark.parametrize(
+    ("expired", "leases", "raised"),
+    [(0, 0, False), (19, 19, False), (20, 40, True), (20, 41, False), (40, 40, True)],
+)
+def test_the_guard_has_two_thresholds(
+    open_desk: Callable[..., Desk], stub: Stub, expired: int, leases: int, raised: bool
+) -> None:
+    """Both the share and the number must be reached; the check is then really sent with
+    max_stalled + 1, and the gauge says so."""
+    stub.on("ZCOUNT", integer(expired))
+    stub.on("ZCARD", integer(leases))
+    desk = open_desk(**GUARD)
+    desk.check()
+    (arrival,) = stub.received("EMQ.STALLED.CHECK")
+    assert arrival.words[-2:] == (b"4" if raised else b"3", b"100")
+    assert desk.ledger.queues()[0].guarded is raised
+
+
+def test_the_guard_is_told_at_both_ends(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """One line each, and the next check is as strict as before."""
+    stub.on("ZCOUNT", integer(20), integer(20), integer(0))
+    stub.on("ZCARD", integer(30))
+    desk = open_desk(**GUARD)
+    for _ in range(4):
+        desk.check()
+    assert [arrival.words[-2] for arrival in stub.received("EMQ.STALLED.CHECK")] == [
+        *[b"4"] * 2,
+        *[b"3"] * 2,
+    ]
+    assert [event for event in desk.book.take() if "mass" in event] == [
+        "mass expiry: the stall check is sent with max_stalled + 1",
+        "mass expiry is over",
+    ]
+    assert desk.ledger.queues()[0].guarded is False
+
+
+def test_without_the_guard_nobody_counts(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """Off by default: no further question, no gauge; and a reload may switch it off again."""
+    desk = open_desk()
+    desk.check()
+    assert stub.count("ZCOUNT") == 0
+    assert desk.ledger.queues()[0].guarded is None
+    stub.on("ZCOUNT", integer(20))
+    stub.on("ZCARD", integer(20))
+    desk.configure(**GUARD)
+    desk.check()
+    assert desk.ledger.queues()[0].guarded is True
+    desk.configure()
+    desk.check()
+    assert desk.ledger.queues()[0].guarded is None
+    assert stub.received("EMQ.STALLED.CHECK")[-1].words[-2] == b"1"
+
+
+# --- pauses after errors ------------------------------------------------------------------------
+
+
+def test_a_queue_that_errs_is_tried_ever_less_often(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """Poison row: the pause doubles up to a cap, ends with the first good sweep, and is the
+    queue's own; the queue next to it is swept each time."""
+    stub.on("EMQ.PROMOTE", error("ERR no"), word=b"{bad}")
+    desk = open_desk("bad", "good")
+    tries: list[float] = []
+    while clock.ahead < 40:
+        count = stub.count("EMQ.PROMOTE", b"{bad}")
+        desk.promote()
+        if stub.count("EMQ.PROMOTE", b"{bad}") > count:
+            tries.append(clock.ahead)
+        clock.ahead += 0.5
+    pauses = [after - before for before, after in pairwise(tries)]
+    assert pauses[:2] == pytest.approx([2.0, 4.0], abs=0.6)
+    assert max(pauses) <= QUEUE_BACKOFF_CAP_SECONDS + 0.6
+    assert pauses[-1] == pytest.approx(QUEUE_BACKOFF_CAP_SECONDS, abs=0.6)
+    assert stub.count("EMQ.PROMOTE", b"{good}") == 80
+    stub.on("EMQ.PROMOTE", integer(0), word=b"{bad}")
+    clock.ahead += QUEUE_BACKOFF_CAP_SECONDS
+    desk.promote()
+    count = stub.count("EMQ.PROMOTE", b"{bad}")
+    desk.promote()
+    assert stub.count("EMQ.PROMOTE", b"{bad}") == count + 1
+    assert desk.book.take().count("sweep failed") == 1
+
+
+def test_a_pause_is_never_longer_than_a_long_interval(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """A queue that is swept once a minute is tried each minute, failing or not."""
+    stub.on("EMQ.PROMOTE", error("ERR no"))
+    desk = open_desk(promote={"interval": "1m"})
+    for tries in range(1, 6):
+        desk.promote()
+        assert stub.count("EMQ.PROMOTE") == tries
+        clock.ahead += 60.1
+
+
+def test_a_queue_may_be_blocked_for_days(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """The doubling has an end before the numbers do."""
+    stub.on("EMQ.PROMOTE", error("EMQSTATE JOB1 not native"))
+    desk = open_desk(promote={"limit": 1})
+    for _ in range(1_200):
+        desk.promote()
+        clock.ahead += QUEUE_BACKOFF_CAP_SECONDS + 0.1
+    assert stub.count("EMQ.PROMOTE") == 1_200
+    assert desk.book.take().count("sweep blocked") == 1
+
+
+def test_the_nodes_fault_is_no_pause_of_the_queues(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """After an outage every queue is swept with the first round that the node answers."""
+    stub.on("EMQ.VERSION", HANG_UP)
+    desk = open_desk("orders", "emails")
+    for _ in range(10):
+        assert desk.promote() == []
+        clock.ahead += BACKOFF_CAP_SECONDS
+    stub.on("EMQ.VERSION", bulk(b"promote stalled.check"))
+    desk.promote()
+    assert stub.count("EMQ.PROMOTE") == 2
+    # Each direct try has words of its own; none of them is told twice in a row.
+    assert desk.book.take().count("node down") == 1
+
+
+def test_a_round_whose_reply_is_lost_is_unknown_and_goes_on(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """Half-open sockets: counted as unknown, once, and the next round sweeps again."""
+    stub.on("EMQ.PROMOTE", SILENCE, integer(0))
+    desk = open_desk(node={"timeout": "100ms"})
+    desk.promote()
+    desk.promote()
+    facts = desk.ledger.queues()[0].promote
+    assert (facts.unknown, facts.ok) == (1, 1)
+    assert desk.ledger.overview().nodes[0].up
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def test_cadences_come_from_each_queues_own_settings(open_desk: Callable[..., Desk]) -> None:
+    """A section of the queue's own wins, then the first glob that matches, then the general."""
+    desk = open_desk(
+        "orders",
+        "bulk-1",
+        "bulk-2",
+        queue={"bulk-2": {"promote": {"interval": "2s"}}},
+        match=[{"glob": "bulk-*", "promote": {"interval": "5s", "limit": 1_000}}],
+    )
+    assert desk.cadences == {
+        Cadence("promote", 1.0): ["orders"],
+        Cadence("promote", 5.0): ["bulk-1"],
+        Cadence("promote", 2.0): ["bulk-2"],
+        Cadence("stalled_check", 30.0): ["orders", "bulk-1", "bulk-2"],
+    }
+
+
+def test_a_reload_keeps_what_was_learned(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """A queue whose settings stay keeps its pause; one whose settings change is tried at once."""
+    stub.on("EMQ.PROMOTE", error("ERR no"))
+    desk = open_desk("orders", "emails")
+    desk.promote()
+    assert stub.count("EMQ.PROMOTE") == 2
+    desk.configure(queue={"emails": {"promote": {"limit": 7}}})
+    desk.promote()
+    assert stub.count("EMQ.PROMOTE", b"{orders}") == 1
+    assert stub.count("EMQ.PROMOTE", b"{emails}") == 2
+    assert stub.received("EMQ.PROMOTE", b"{emails}")[-1].words[-1] == b"7"
+
+
+def test_a_queue_that_left_is_not_swept(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """A turn or a wake that was under way at the reload finds nothing to do."""
+    desk = open_desk("orders", "gone")
+    desk.queues = ["orders"]
+    desk.configure()
+    assert desk.rounds.run("promote", ["orders", "gone", "never"]) is not None
+    assert stub.count("EMQ.PROMOTE", b"{orders}") == 1
+    assert stub.count("EMQ.PROMOTE") == 1
+
+
+# --- wakes --------------------------------------------------------------------------------------
+
+
+def due_in(seconds: float, ahead: float = 0.0) -> Answer:
+    """The head of a schedule, by the clock of a server that is so far ahead of ours."""
+    return ids(b"JOB1", b"%d" % ((time.time() + ahead + seconds) * 1000))
+
+
+@pytest.mark.parametrize("ahead", [0.0, 3_600.0, -86_400.0])
+def test_the_heads_due_time_becomes_a_wake(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock, ahead: float
+) -> None:
+    """By the server's clock, however far it is from ours, and never early."""
+    seconds = time.time() + ahead
+    stub.on("TIME", ids(b"%d" % seconds, b"%d" % (seconds % 1 * 1e6)))
+    stub.on("ZRANGE", due_in(2, ahead))
+    desk = open_desk()
+    now = clock.monotonic()
+    wakes = [wake for wake in desk.promote() if wake.verb == "promote"]
+    assert [wake.queue for wake in wakes] == ["orders"]
+    assert 1.99 <= wakes[0].at - now < 2.3
+
+
+def test_no_wake_where_none_is_wanted(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """`due_wake = false`: the queue is swept at its turns only."""
+    stub.on("ZRANGE", due_in(2))
+    desk = open_desk(promote={"due_wake": False})
+    assert [wake for wake in desk.promote() if wake.verb == "promote"] == []
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_leases_end_becomes_a_wake_if_wanted(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock, wanted: bool
+) -> None:
+    """`at_expiry` is off by default."""
+    deadline = bulk(b"%d" % ((time.time() + 5) * 1000))
+    counts = (integer(1), integer(0), integer(0))
+    stub.on("EVAL_RO", array(bulk(RUN_ID), *counts, bulk(b"JOB1"), deadline, bulk(RUN_ID)))
+    desk = open_desk(stalled_check={"at_expiry": wanted})
+    desk.promote()
+    now = clock.monotonic()
+    wakes = desk.check()
+    assert len(wakes) == wanted
+    if wanted:
+        assert 4.9 <= wakes[0].at - now < 5.3
+
+
+def test_a_backlog_is_a_wake_at_once(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drain pace: what a round has no time for goes on now and not at the next turn, for the queue
+    that was begun and for those behind it that were not."""
+    monkeypatch.setattr(rounds_module, "SLICE_SECONDS", 0.05)
+    stub.on("ZRANGE", ids(b"JOB1", b"1"))
+    stub.on("EMQ.PROMOTE", late(integer(2_000), 0.1))
+    desk = open_desk("first", "second", "third", promote={"limit": 2_000})
+    wakes = [wake for wake in desk.promote() if wake.verb == "promote"]
+    assert {wake.queue for wake in wakes} == {"first", "second", "third"}
+    assert all(wake.at <= clock.monotonic() for wake in wakes)
+    assert stub.count("EMQ.PROMOTE") == 1
+
+
+def test_a_stop_sends_nothing_more(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """Once the daemon stops, a round that was about to begin leaves the server alone."""
+    desk = open_desk()
+    desk.stopping = True
+    desk.promote()
+    desk.check()
+    assert stub.count("EMQ.PROMOTE") == stub.count("EMQ.STALLED.CHECK") == 0
+    facts = desk.ledger.queues()[0]
+    assert facts.promote.error == facts.stalled_check.error == 0

@@ -29,13 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from prometheus_client.parser import text_string_to_metric_families
 
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
 
 NAIVE = Path(__file__).with_name("naive.py")
-WARM_UP_SECONDS = 10.0
-"""First sweeps are spread over five seconds; after ten everything runs at its pace."""
+WARM_UP_SECONDS = 15.0
+"""First sweeps are spread over five seconds, and the grace after the server's start ends after ten:
+from then on everything runs at its pace."""
 
 
 class Process:
@@ -145,12 +147,12 @@ def watch(process: Process, seconds: float) -> tuple[str, str]:
 
 def quantile(text: str, name: str, share: float, verb: str = "promote") -> float:
     """The upper bound of the bucket that holds a quantile."""
-    start = f'{name}_bucket{{verb="{verb}",le="'
-    buckets = []
-    for line in text.splitlines():
-        if line.startswith(start):
-            bound, _, count = line.removeprefix(start).partition('"} ')
-            buckets.append((float(bound), float(count)))
+    buckets = [
+        (float(sample.labels["le"]), sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"{name}_bucket" and sample.labels["verb"] == verb
+    ]
     return next(bound for bound, count in buckets if count >= share * buckets[-1][1])
 
 

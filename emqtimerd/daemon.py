@@ -265,7 +265,7 @@ class Daemon:
         self._log.error("a round failed, the next one goes on", exc_info=error)
 
     def _tend(self) -> None:
-        self._work.nodes.tend()
+        self._work.rounds.tend()
 
     def _discover(self) -> None:
         discovery = self._work.discovery

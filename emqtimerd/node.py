@@ -73,7 +73,11 @@ class NotTried(NodeFault):
 
 
 class BackingOff(Unreachable, NotTried):
-    """The node was unreachable a moment ago, and its next try is to come."""
+    """The node failed a moment ago, as `last` tells, and its next try is to come."""
+
+    def __init__(self, last: NodeFault) -> None:
+        super().__init__(last.node, last.code, last.message)
+        self.last = last
 
 
 class Replaced(NotTried):
@@ -317,7 +321,7 @@ class Node:
     def fault(self) -> BackingOff | None:
         """Say what is wrong with the node as far as is known, without trying it."""
         fault = self._last_fault or self._lost
-        return BackingOff(fault.node, fault.code, fault.message) if fault else None
+        return BackingOff(fault) if fault else None
 
     def grace_ends(self, grace_seconds: float) -> float:
         """Say until when leases are to be left alone, by the monotonic clock (seconds).
@@ -359,8 +363,7 @@ class Node:
             generation = self._generation
             wait = self._retry_at - time.monotonic()
             if self._last_fault and wait > 0:
-                fault = self._last_fault
-                raise BackingOff(fault.node, fault.code, fault.message) from fault
+                raise BackingOff(self._last_fault) from self._last_fault
             try:
                 link, identity = self._open()
             except NodeFault as fault:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from emqtimerd.chronicle import Chronicle
 from emqtimerd.config import QueueSettings, Settings
 from emqtimerd.ledger import Ledger
-from emqtimerd.node import Node, NodeFault
+from emqtimerd.node import Identity, Node, NodeFault
 from emqtimerd.sweeper import (
     VERBS,
+    Failure,
     MassExpiry,
     Round,
     Sweep,
@@ -42,6 +43,10 @@ one small command each five seconds costs nobody anything, and who repairs a que
 
 PASSING = frozenset({"ASK", "CLUSTERDOWN", "MOVED", "TRYAGAIN"})
 """Replies of a cluster that is being changed: they end by themselves, and no pause helps."""
+
+RETRY_SECONDS = 5.0
+"""When a sweep that failed through no fault of its queue is tried again, if its turn does not come
+sooner: as often as a dead node is dialled, since a turn may be a day away and a job due by then."""
 
 SURVEY_SPREAD_SECONDS = 1.0
 """After a restart the leases of all queues are looked at within this time, not all at once."""
@@ -72,6 +77,8 @@ class Rounds:
         self._duties: dict[tuple[Verb, str], _Duty] = {}
         self._lock = threading.Lock()
         self._run_ids: dict[str, str | None] = {}
+        self._known: tuple[object, object] = ((), {})
+        self._at_rest: list[Node] = []
         nodes.on_change = self._nodes_changed
         ledger.set_nodes([node.name for node in nodes.primaries()])
 
@@ -174,16 +181,18 @@ class Rounds:
     def _follow(self, duty: _Duty, result: SweepResult) -> list[Wake]:
         """Set the pause after an error, and the wake for a backlog or for the next due time."""
         sweep, now = duty.sweep, time.monotonic()
-        if result.failure and result.failure.code in PASSING:
-            return []
-        if result.blocked or (result.failure and not result.failure.of_node):
+        if result.failure and (result.failure.of_node or result.failure.code in PASSING):
+            return [Wake(sweep.verb, sweep.queue, now + RETRY_SECONDS)]
+        if result.blocked or result.failure:
             duty.failures += 1
+            first = min(duty.interval_seconds, RETRY_SECONDS)
             cap = max(QUEUE_BACKOFF_CAP_SECONDS, duty.interval_seconds)
             # The cap is reached long before the exponent is: a row may block its queue for days.
-            pause = min(duty.interval_seconds * 2.0 ** min(duty.failures, 32), cap)
+            pause = min(first * 2.0 ** min(duty.failures, 32), cap)
             # Jitter in the upper half: queues that failed together are not tried in step.
             duty.not_before = now + pause * random.uniform(0.5, 1)
-            return []
+            # A blocked queue waits for somebody; an error may end long before a turn that is far.
+            return [] if result.blocked else [Wake(sweep.verb, sweep.queue, duty.not_before)]
         if result.passes:
             duty.failures = 0
             duty.not_before = float("-inf")
@@ -192,6 +201,28 @@ class Rounds:
         if duty.wakes and result.next_due is not None:
             return [Wake(sweep.verb, sweep.queue, result.next_due)]
         return []
+
+    def tend(self) -> None:
+        """Look after the nodes from time to time; those that have none of our queues are told of
+        here, the others where they are swept."""
+        self.nodes.tend()
+        if not self.nodes.tended:
+            return
+        known = (self.nodes.primaries(), self._duties)
+        if known != self._known:
+            busy = self._shares()
+            self._known = known
+            self._at_rest = [node for node in known[0] if node not in busy]
+        for node in self._at_rest:
+            if fault := node.fault():
+                self._note_down(node, Failure(fault.code, str(fault), of_node=True))
+            elif node.identity:
+                self._note_up(node, node.identity)
+
+    def _shares(self) -> dict[Node, list[str]]:
+        """All queues, by their node."""
+        queues = [queue for verb, queue in self._duties if verb == "stalled_check"]
+        return dict(self.nodes.by_node(queues, lambda queue: queue))
 
     def _nodes_changed(self, heirs: Mapping[str, str]) -> None:
         """Take over who the primaries are now; one that took over from another goes on as it."""
@@ -207,13 +238,17 @@ class Rounds:
         results = done.results
         fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
         if fault is not None:
-            self._ledger.node_down(node.name, fault.message)
-            self._chronicle.node_down(node.name, fault)
+            self._note_down(node, fault)
             return []
         identity = node.identity
         worked = done.quiet or any(result.passes or result.jobs for result in results)
-        if identity is None or not worked:
-            return []
+        return self._note_up(node, identity) if identity and worked else []
+
+    def _note_down(self, node: Node, fault: Failure) -> None:
+        self._ledger.node_down(node.name, fault.message)
+        self._chronicle.node_down(node.name, fault)
+
+    def _note_up(self, node: Node, identity: Identity) -> list[Wake]:
         self._ledger.node_seen(node.name, identity)
         self._chronicle.node_up(node.name, identity)
         with self._lock:
@@ -221,9 +256,7 @@ class Rounds:
             self._run_ids[node.name] = identity.run_id
         if seen == identity.run_id:
             return []
-        checked = [queue for verb, queue in self._duties if verb == "stalled_check"]
-        shares = dict(self.nodes.by_node(checked, lambda queue: queue))
-        queues = shares.get(node, [])
+        queues = self._shares().get(node, [])
         self._chronicle.restarted(node.name, seen, identity, queues)
         now = time.monotonic()
         return [Wake("stalled_check", queue, now + _spread(queue)) for queue in queues]

@@ -15,6 +15,7 @@ from typing import ClassVar, NoReturn, TypeVar
 from emqtimerd import wire
 from emqtimerd.config import NodeSettings
 from emqtimerd.node import (
+    BackingOff,
     Connection,
     FenceRefused,
     Node,
@@ -51,7 +52,7 @@ class Nodes:
     """The servers behind one address. This one is for an address of a single server."""
 
     tended: ClassVar[bool] = False
-    """Whether `tend` tries the nodes that failed, so that rounds need not wait for them."""
+    """Whether `tend` connects to all nodes, those that failed too: rounds need not wait for it."""
 
     def __init__(self, node: Node) -> None:
         self.name = node.name
@@ -340,10 +341,10 @@ class ClusterNodes(Nodes):
         if age >= (REFRESH_IN_TROUBLE_SECONDS if ill else REFRESH_SECONDS):
             with contextlib.suppress(NodeFault):
                 self.refresh()
+        # Also those that work: one whose last connection the server has closed shows here.
         for node in self.primaries():
-            if node.fault():
-                with contextlib.suppress(NodeFault), node.link():
-                    pass
+            with contextlib.suppress(NodeFault), node.link():
+                pass
         if not self._map.branded:
             with contextlib.suppress(NodeFault):
                 self._read_brand(self._map)
@@ -493,6 +494,7 @@ class ClusterNodes(Nodes):
             except FenceRefused as fault:
                 raise FenceRefused(node.name, fault.code, f"of the cluster, {fault}") from fault
             except NodeFault as fault:
+                # What was found before the change of the map stands until it can be looked up.
                 if not self._branded:
                     what = f"the brand of the cluster cannot be read: {fault}"
                     raise NotReady(node.name, fault.code, what) from fault
@@ -508,11 +510,14 @@ class ClusterNodes(Nodes):
         try:
             with owner.link():
                 known.branded = self._branded = True
-        except FenceRefused:
+        except NodeFault as fault:
+            last = fault.last if isinstance(fault, BackingOff) else fault
+            if not isinstance(last, FenceRefused):
+                raise
             self._branded = False
             for node in known.nodes.values():
                 node.drop_idle()
-            raise
+            raise last from fault
 
 
 # --- what both ask ------------------------------------------------------------------------------

@@ -1,0 +1,569 @@
+"""Sentinel and Cluster for real: failovers, slots on the move, servers that fall silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from conftest import connect, wait_until
+from daemon_process import DaemonThread
+from server_sets import Cluster, Sentinels, ask, lease, pending, schedule
+from stub import Stub
+
+from emqtimerd import wire
+from emqtimerd.chronicle import Chronicle
+from emqtimerd.config import Settings
+from emqtimerd.ledger import Ledger
+from emqtimerd.log import open_log
+from emqtimerd.node import FenceRefused, NodeFault, NotReady
+from emqtimerd.once import document, sweep_once
+from emqtimerd.rounds import Rounds
+from emqtimerd.topology import Nodes, open_nodes, read_slots
+
+# Real servers in dozens, and what they do takes seconds by design.
+slow = pytest.mark.slow
+
+Open = Callable[..., DaemonThread]
+
+FAST = {
+    "promote": {"interval": "100ms"},
+    "stalled_check": {"interval": "100ms", "restart_grace": "0s"},
+}
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Three primaries of the test's own."""
+    with Cluster(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def replicated(tmp_path: Path) -> Iterator[Cluster]:
+    """Three primaries with a replica each."""
+    with Cluster(tmp_path, replicas=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
+    """A primary and a replica that three sentinels watch."""
+    with Sentinels(tmp_path) as sentinels:
+        yield sentinels
+
+
+@pytest.fixture
+def open_daemon() -> Iterator[Open]:
+    """Starts daemons in threads; all end with the test."""
+    with ExitStack() as stack:
+
+        def open_(url: str, queues: Sequence[str], **settings: Any) -> DaemonThread:
+            node = {"url": url, "timeout": "1s", "connect_timeout": "1s"}
+            node |= settings.pop("node", {})
+            tree = {**FAST, **settings, "node": node, "queues": list(queues)}
+            return stack.enter_context(DaemonThread(**tree))
+
+        yield open_
+
+
+def settings_of(url: str, queues: Sequence[str] = (), **node: Any) -> Settings:
+    node = {"timeout": "2s", "connect_timeout": "1s", **node, "url": url}
+    return Settings.model_validate({"node": node, "queues": list(queues), **FAST})
+
+
+def once(settings: Settings, **options: Any) -> dict[str, Any]:
+    """What `once --json` prints."""
+    options = {"verbs": ("promote", "stalled_check"), **options}
+    return document(sweep_once(settings, settings.queues, **options))
+
+
+@pytest.fixture
+def open_rounds() -> Iterator[Callable[[Settings], tuple[Nodes, Rounds, Ledger]]]:
+    """The rounds of a daemon without its timer; their nodes are closed at the end."""
+    with ExitStack() as stack:
+
+        def open_(settings: Settings) -> tuple[Nodes, Rounds, Ledger]:
+            nodes, ledger = open_nodes(settings.node), Ledger()
+            stack.callback(nodes.close)
+            chronicle = Chronicle(open_log(settings.log))
+            rounds = Rounds(nodes, ledger, chronicle, lambda: False)
+            ledger.set_queues(settings.queues)
+            rounds.configure(settings, settings.queues)
+            return nodes, rounds, ledger
+
+        yield open_
+
+
+def promoted(queue: str) -> str:
+    return f'emqtimerd_jobs_promoted_total{{queue="{queue}"}}'
+
+
+def expiries(queue: str, cause: str) -> str:
+    return f'emqtimerd_lease_expiries_total{{cause="{cause}",queue="{queue}"}}'
+
+
+def restarts(node: str) -> str:
+    return f'emqtimerd_node_restarts_total{{node="{node}"}}'
+
+
+def is_up(node: str) -> str:
+    return f'emqtimerd_node_up{{node="{node}"}}'
+
+
+def errors(daemon: DaemonThread, code: str) -> float:
+    """How many errors of a code were counted, over all queues."""
+    samples = daemon.scrape().items()
+    return sum(v for k, v in samples if "sweep_errors" in k and f'code="{code}"' in k)
+
+
+class Producer:
+    """Adds a job to each queue now and then, due soon, and knows which; a context manager."""
+
+    def __init__(self, client_of: Callable[[str], redis.Redis], queues: Sequence[str]) -> None:
+        self._client_of, self._queues = client_of, queues
+        self.made: dict[str, set[bytes]] = {queue: set() for queue in queues}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="producer")
+
+    def _run(self) -> None:
+        number = 0
+        while not self._stop.wait(0.05):
+            for queue in self._queues:
+                number += 1
+                job_id = f"JOB{number:06}"
+                try:
+                    with self._client_of(queue) as client:
+                        schedule(client, queue, job_id, 50)
+                except (redis.RedisError, AssertionError):
+                    continue  # refused or lost; whether it was written shows in the end
+                self.made[queue].add(job_id.encode())
+
+    def __enter__(self) -> Producer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+# --- Cluster: the ordinary day ------------------------------------------------------------------
+
+
+@slow
+def test_once_sweeps_queues_on_all_primaries(cluster: Cluster) -> None:
+    """Each queue on the primary that has its slot, and every primary is told with who it is."""
+    queues = [queue for node in cluster.primaries for queue in cluster.queues_of(node, 3)]
+    owners = {q: node for node in cluster.primaries for q in cluster.queues_of(node, 3)}
+    for queue, node in owners.items():
+        with connect(node) as client:
+            schedule(client, queue, "JOB1")
+            lease(client, queue, "JOB2", 1)
+    report = once(settings_of(cluster.url, queues), max_stalled=2)
+    assert report["ok"], report
+    assert [
+        (q["queue"], q["node"], q["promoted"], q["recovered"], q["expiries"]["stall"], q["error"])
+        for q in report["queues"]
+    ] == [(q, f"127.0.0.1:{owners[q].port}", 1, 1, 1, None) for q in queues]
+    nodes = {node["node"]: node for node in report["nodes"]}
+    assert set(nodes) == {f"127.0.0.1:{node.port}" for node in cluster.primaries}
+    for node in cluster.primaries:
+        with connect(node) as client:
+            found = nodes[f"127.0.0.1:{node.port}"]
+            assert found["run_id"] == client.info("server")["run_id"]
+            assert found["brand"] == "echomq:6.0.0"
+            assert tuple(found["tokens"]) == wire.TOKENS
+
+
+@slow
+def test_the_daemon_sweeps_queues_on_all_primaries(cluster: Cluster, open_daemon: Open) -> None:
+    """Every primary has its gauge, discovery searches all of them, and nothing crosses slots."""
+    queues = [cluster.queues_of(node, 2) for node in cluster.primaries]
+    listed, found = [a for a, _ in queues], [b for _, b in queues]
+    for node, names in zip(cluster.primaries, queues, strict=True):
+        with connect(node) as client:
+            for queue in names:
+                schedule(client, queue, "JOB1")
+    daemon = open_daemon(cluster.url, listed, discovery={"enabled": True, "interval": "1s"})
+    for queue in (*listed, *found):
+        daemon.wait_value(promoted(queue), 1)
+    daemon.wait_ready()
+    for node in cluster.primaries:
+        assert daemon.value(is_up(f"127.0.0.1:{node.port}")) == 1
+    assert sum("node_up" in name for name in daemon.scrape()) == 3
+    assert errors(daemon, "") == 0
+
+
+@slow
+def test_who_the_brand_does_not_name_is_not_swept(cluster: Cluster) -> None:
+    """The brand is read on the owner of its slot, for all primaries, and nowhere else."""
+    queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
+    with cluster.client_of_slot(wire.slot_of_tag(b"emq")) as client:
+        client.set(wire.BRAND_KEY, "echomq:4.0.0")
+        for queue, node in zip(queues, cluster.primaries, strict=True):
+            with connect(node) as other:
+                schedule(other, queue, "JOB1")
+        for queue in queues:
+            report = sweep_once(settings_of(cluster.url, [queue]), [queue], verbs=("promote",))
+            assert isinstance(report.fault, FenceRefused)
+            assert "brand is echomq:4.0.0" in str(report.fault)
+            assert report.exit_code == 4
+        client.set(wire.BRAND_KEY, wire.BRAND)
+    report = sweep_once(settings_of(cluster.url, queues), queues, verbs=("promote",))
+    assert [queue.promoted for queue in report.queues] == [1, 1, 1]
+
+
+@slow
+def test_the_brand_is_read_again_when_the_slots_change(cluster: Cluster) -> None:
+    """A cluster that changed hands while connections were open is left alone by all of them."""
+    first, _, third = cluster.primaries
+    nodes = open_nodes(settings_of(cluster.url).node)
+    nodes.refresh()
+    for node in nodes.primaries():
+        with node.link():
+            pass
+    with cluster.client_of_slot(wire.slot_of_tag(b"emq")) as client:
+        client.set(wire.BRAND_KEY, "echomq:4.0.0")
+    nodes.refresh()
+    for node in nodes.primaries():
+        with node.link():
+            pass  # the same slots, the same connections
+    cluster.move(cluster.queues_of(first)[0], first, third)
+    nodes.refresh()
+    for node in nodes.primaries():
+        with pytest.raises(NodeFault, match=r"brand is echomq:4\.0\.0"), node.link():
+            pass
+    nodes.close()
+
+
+# --- Cluster: slots on the move -----------------------------------------------------------------
+
+
+@slow
+def test_a_moved_queue_is_swept_in_the_same_round(
+    cluster: Cluster, open_rounds: Callable[..., tuple[Nodes, Rounds, Ledger]]
+) -> None:
+    """MOVED is no failure: nothing was done, the one who was named knows, and is asked at once."""
+    first, _, third = cluster.primaries
+    moving, staying = cluster.queues_of(first, 2)
+    _, rounds, ledger = open_rounds(settings_of(cluster.url, [moving, staying]))
+    rounds.run("promote", [moving, staying])
+    with connect(first) as client:
+        schedule(client, moving, "JOB1")
+        schedule(client, staying, "JOB1")
+        lease(client, moving, "JOB2", 1)
+    cluster.move(moving, first, third)
+    rounds.run("promote", [moving, staying])
+    facts = {queue.name: queue for queue in ledger.queues()}
+    assert (facts[moving].promoted, facts[staying].promoted) == (1, 1)
+    assert facts[moving].node == f"127.0.0.1:{third.port}"
+    assert not facts[moving].promote.errors
+    rounds.run("stalled_check", [moving, staying])
+    (moved, *_) = ledger.queues()
+    # The row travelled with the epoch of the server that it was leased on.
+    assert (moved.restart, moved.stall, moved.dead_lettered) == (1, 0, 0)
+
+
+WAYS = ("key by key", "atomic")
+
+
+@slow
+@pytest.mark.parametrize("way", WAYS)
+def test_no_job_is_lost_while_slots_move(cluster: Cluster, open_daemon: Open, way: str) -> None:
+    """Case "Slot migration and hash tags": half-moved slots fail that queue's turn and no more,
+    leases that were taken before count as restarts, and a neighbour notices nothing."""
+    first, second, _ = cluster.primaries
+    moving, staying = cluster.queues_of(first, 2)
+    slot = wire.slot(moving)
+
+    def client_of(queue: str) -> redis.Redis:
+        return cluster.client_of_slot(wire.slot(queue))
+
+    with connect(first) as client:
+        lease(client, moving, "JOBlease", 3_000)
+        for number in range(20):
+            schedule(client, moving, f"JOBlater{number}", 2_000)
+    daemon = open_daemon(cluster.url, [moving, staying])
+    daemon.wait_ready()
+    with Producer(client_of, [moving, staying]) as producer:
+        wait_until(lambda: len(producer.made[moving]) > 5, "jobs are made")
+        if way == "atomic":
+            with connect(first) as client:
+                target = cluster.id_of(second)
+                ask(client, "CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", target)
+            wait_until(lambda: owner(cluster, slot) == second.port, "the slot has moved")
+        else:
+            with cluster.moving(moving, first, second):
+                wait_until(lambda: errors(daemon, "TRYAGAIN") >= 3, "sweeps meet a half-moved slot")
+        made = len(producer.made[moving])
+        wait_until(lambda: len(producer.made[moving]) > made + 5, "jobs are made after the move")
+    made_there = producer.made[moving] | {b"JOBlater%d" % n for n in range(20)}
+    with connect(second) as client:
+        wait_until(lambda: pending(client, moving) >= made_there | {b"JOBlease"}, "all are pending")
+    with connect(first) as client:
+        wait_until(lambda: pending(client, staying) == producer.made[staying], "all are pending")
+    daemon.wait_value(expiries(moving, "restart"), 1)
+    samples = daemon.scrape()
+    assert samples[expiries(moving, "stall")] == 0
+    assert samples[promoted(staying)] == len(producer.made[staying])
+    assert {code_of(name) for name in samples if "sweep_errors" in name} <= {"TRYAGAIN", "ASK"}
+    assert not [name for name in samples if "sweep_errors" in name and f'"{staying}"' in name]
+    assert (
+        samples[f'emqtimerd_sweeps_total{{outcome="unknown",queue="{moving}",verb="promote"}}'] == 0
+    )
+
+
+def code_of(sample: str) -> str:
+    return sample.partition('code="')[2].partition('"')[0]
+
+
+def owner(cluster: Cluster, slot: int) -> int:
+    """The port of the server that has a slot."""
+    with cluster.client_of_slot(slot) as client:
+        return int(client.connection_pool.connection_kwargs["port"])
+
+
+# --- Cluster: servers that fail -----------------------------------------------------------------
+
+
+class Gaps:
+    """How long each queue was without a good sweep, at most."""
+
+    def __init__(self, daemon: DaemonThread, queues: Sequence[str]) -> None:
+        self._names = [
+            f'emqtimerd_last_sweep_timestamp_seconds{{queue="{queue}",verb="promote"}}'
+            for queue in queues
+        ]
+        self._daemon = daemon
+        self.longest = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gaps")
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.1):
+            now, samples = time.time(), self._daemon.scrape()
+            oldest = min(samples[name] for name in self._names)
+            self.longest = max(self.longest, now - oldest)
+
+    def __enter__(self) -> Gaps:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+def test_a_replica_takes_over(replicated: Cluster, open_daemon: Open, how: signal.Signals) -> None:
+    """The queues of a failed primary go on where its replica took over, as one restart; those of
+    the others wait for it one timeout at the most."""
+    cluster = replicated
+    failing, heir = cluster.primaries[1], cluster.replicas[1]
+    queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
+    with connect(failing) as client:
+        lease(client, queues[1], "JOB1", 2_000)
+        ask(client, "WAIT", 1, 5_000)
+    daemon = open_daemon(cluster.url, queues)
+    daemon.wait_ready()
+    with Gaps(daemon, [queues[0], queues[2]]) as gaps:
+        os.kill(failing.pid, how)
+        wait_until(lambda: daemon.value(is_up(f"127.0.0.1:{heir.port}")) == 1, "the heir is up", 20)
+        with connect(heir) as client:
+            schedule(client, queues[1], "JOB2")
+            wait_until(lambda: pending(client, queues[1]) == {b"JOB1", b"JOB2"}, "it is swept")
+        if how == signal.SIGSTOP:
+            cluster.resume(failing)
+            wait_until(lambda: role(failing) == "slave", "the old primary gave in")
+        daemon.wait_ready()
+    # One timeout of 1 s, an interval of 0.1 s, and a machine that does other things as well.
+    assert gaps.longest < 2.0
+    samples = daemon.scrape()
+    assert samples[expiries(queues[1], "restart")] == 1
+    assert samples[expiries(queues[1], "stall")] == 0
+    assert samples[restarts(f"127.0.0.1:{heir.port}")] == 1
+    assert is_up(f"127.0.0.1:{failing.port}") not in samples
+    assert len(daemon.told("node restarted")) == 1
+
+
+def role(node: Any) -> str:
+    with connect(node) as client:
+        return str(client.info("replication")["role"])
+
+
+@slow
+def test_one_dead_primary_delays_no_other(cluster: Cluster, open_daemon: Open) -> None:
+    """A primary that is silent for good, and nobody takes over: its queues fail, its neighbours
+    are swept as ever, and readiness says which one it is."""
+    queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
+    daemon = open_daemon(cluster.url, queues)
+    daemon.wait_ready()
+    silent = cluster.primaries[0]
+    others = queues[1:]
+    cluster.suspend(silent)
+    wait_until(
+        lambda: daemon.value(is_up(f"127.0.0.1:{silent.port}")) == 0, "the silent one is down", 20
+    )
+    with Gaps(daemon, others) as gaps:
+        time.sleep(4)  # what happens all the while is the question
+    assert gaps.longest < 0.8
+    assert f"127.0.0.1:{silent.port}" in daemon.get("/readyz")[1]
+    assert daemon.get("/healthz")[0] == 200
+    report = once(
+        settings_of(cluster.url.replace(str(silent.port), str(cluster.nodes[1].port)), queues)
+    )
+    assert [bool(queue["error"]) for queue in report["queues"]] == [True, False, False]
+    cluster.resume(silent)
+    daemon.wait_ready(20)
+
+
+@slow
+def test_primaries_that_all_come_back_elsewhere_are_found(
+    tmp_path: Path, open_daemon: Open
+) -> None:
+    """Every primary restarts on another port at the same time; the address names a server that
+    stays, and one that is gone."""
+    with Cluster(tmp_path, primaries=3, replicas=1) as cluster:
+        stays = cluster.replicas[0]
+        queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
+        url = f"{cluster.url},127.0.0.1:{stays.port}"
+        daemon = open_daemon(url, queues)
+        daemon.wait_ready()
+        with connect(stays) as client:
+            # It must not take over: its primary comes back.
+            client.config_set("cluster-replica-no-failover", "yes")
+        cluster.change_ports()
+        wait_until(cluster.is_whole, "the cluster works again", 20)
+        for queue in queues:
+            with cluster.client_of_slot(wire.slot(queue)) as client:
+                schedule(client, queue, "JOB1")
+        for queue in queues:
+            daemon.wait_value(promoted(queue), 1, 20)
+        daemon.wait_ready()
+        samples = daemon.scrape()
+        for node in cluster.primaries:
+            assert samples[is_up(f"127.0.0.1:{node.port}")] == 1
+            assert samples[restarts(f"127.0.0.1:{node.port}")] == 1
+
+
+@slow
+def test_a_primary_without_the_job_core_fails_alone_until_it_has_it(
+    cluster: Cluster, open_daemon: Open
+) -> None:
+    """Case "Three-part verb name": the missing module is one clear error of that primary's queues,
+    and they heal when it is loaded."""
+    queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
+    daemon = open_daemon(cluster.url, queues)
+    daemon.wait_ready()
+    bare = cluster.primaries[2]
+    with connect(bare) as client:
+        modules = client.execute_command("MODULE", "LIST")
+        (module,) = [module[b"path"] for module in modules if module[b"name"] == b"emq"]
+        ask(client, "MODULE", "UNLOAD", "emq")
+        name = f"127.0.0.1:{bare.port}"
+        wait_until(lambda: daemon.value(is_up(name)) == 0, "the bare primary is down")
+        report = once(settings_of(cluster.url, queues))
+        assert [bool(queue["error"]) for queue in report["queues"]] == [False, False, True]
+        message = report["queues"][2]["error"][0]["message"]
+        assert message == (
+            f"{name}: the server does not know EMQ.VERSION: the native job core is not loaded there"
+        )
+        ask(client, "MODULE", "LOAD", module)
+        schedule(client, queues[2], "JOB1")
+    daemon.wait_value(promoted(queues[2]), 1)
+    daemon.wait_ready()
+
+
+@slow
+def test_a_user_without_cluster_slots_is_told_so(cluster: Cluster) -> None:
+    """Case "Errors that are not RedisError": it is a permission, and which command it is about."""
+    for node in cluster.nodes:
+        with connect(node) as client:
+            ask(client, "ACL", "SETUSER", "small", "on", ">pw", "~*", "+@all", "-cluster")
+    (queue,) = cluster.queues_of(cluster.primaries[0])
+    url = cluster.url.replace("//", "//small:pw@")
+    report = sweep_once(settings_of(url, [queue]), [queue], verbs=("promote",))
+    assert report.fault is not None
+    assert report.fault.code == "NOPERM"
+    assert "CLUSTER SLOTS" in str(report.fault)
+    assert "ACL SETUSER small +cluster|slots" in str(report.fault)
+    for node in cluster.nodes:
+        with connect(node) as client:
+            ask(client, "ACL", "SETUSER", "small", "+cluster|slots")
+    assert once(settings_of(url, [queue]))["ok"]
+
+
+@slow
+def test_slots_that_nobody_serves_are_told(cluster: Cluster) -> None:
+    """Their queues fail, the others are swept."""
+    first, second, _ = cluster.primaries
+    (lost,), (kept,) = cluster.queues_of(first), cluster.queues_of(second)
+    with connect(first) as client:
+        ask(client, "CLUSTER", "DELSLOTS", wire.slot(lost))
+    report = once(settings_of(cluster.url, [lost, kept]))
+    one, other = report["queues"]
+    assert (one["error"][0]["code"], other["error"]) == ("CLUSTERDOWN", None)
+
+
+def test_a_single_server_is_no_cluster(node: Any) -> None:
+    """An address that says Cluster of a server that is none is told so."""
+    url = node.url.replace("redis://", "redis+cluster://").removesuffix("/0")
+    report = sweep_once(settings_of(url, ["orders"]), ["orders"], verbs=("promote",))
+    assert isinstance(report.fault, NotReady)
+    assert "not in cluster mode" in str(report.fault)
+
+
+def test_a_cluster_that_nobody_answers_for_is_unreachable(stub: Stub) -> None:
+    """Every configured server is tried, and told."""
+    stub.stop_listening()
+    url = f"redis+cluster://127.0.0.1:{stub.port},localhost:{stub.port}"
+    report = sweep_once(settings_of(url, ["orders"]), ["orders"], verbs=("promote",))
+    assert report.exit_code == 3
+    assert f"127.0.0.1:{stub.port}: cannot connect" in str(report.fault)
+    assert f"localhost:{stub.port}: cannot connect" in str(report.fault)
+
+
+# --- what CLUSTER SLOTS may say -----------------------------------------------------------------
+
+SLOTS: dict[str, tuple[object, list[tuple[int, int, str, int]]]] = {
+    "plain": ([[0, 5, [b"10.0.0.1", 6379, b"a"]]], [(0, 5, "10.0.0.1", 6379)]),
+    "with metadata": (
+        [[0, 5, [b"10.0.0.1", 6379, b"a", [b"hostname", b"x"]]]],
+        [(0, 5, "10.0.0.1", 6379)],
+    ),
+    "its own address is unknown": ([[0, 5, [None, 6379, b"a"]]], [(0, 5, "asked", 6379)]),
+    "its own address is empty": ([[0, 5, [b"", 6379, b"a"]]], [(0, 5, "asked", 6379)]),
+    "a name is wanted and there is none": ([[0, 5, [b"?", 6379, b"a"]]], []),
+    "nothing": ([], []),
+}
+
+
+@pytest.mark.parametrize(("reply", "expected"), SLOTS.values(), ids=SLOTS)
+def test_slots_are_read(reply: object, expected: list[tuple[int, int, str, int]]) -> None:
+    """Every form that servers write their address in."""
+    found = [(r.first, r.last, r.primary.host, r.primary.port) for r in read_slots(reply, "asked")]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "reply", [None, 5, [[0, 5]], [[0, 5, b"x"]], [[0, 16384, [b"h", 1, b"a"]]], [[b"0", 5, []]]]
+)
+def test_other_shapes_are_refused(reply: object) -> None:
+    """An answer of another shape is no slot map."""
+    with pytest.raises(wire.ShapeError):
+        read_slots(reply, "asked")

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -784,6 +785,73 @@ def test_a_worker_keeps_its_jobs_over_a_restart(open_daemon: Open, start_node: A
     assert end["leases"] == begun["leases"] in (2, 3)
     assert end["recovered"] == 1
     assert end["recovered"] + end["settled_elsewhere"] == end["leases"]
+
+
+def test_an_idle_queue_costs_its_sweeps_and_no_more(open_daemon: Open, stub: Stub) -> None:
+    """Idle cost: sweeps are queues times verbs over the interval; beside each promotion one read,
+    beside each stall check the peek and four sizes, and TIME once a pipeline."""
+    queues = [f"queue-{n}" for n in range(40)]
+    slow = {"interval": "250ms"}
+    daemon = open_daemon(stub.url, queues, promote=slow, stalled_check=slow)
+    daemon.wait_ready()
+    known, begun = len(stub.arrivals), time.monotonic()
+    wait_until(lambda: time.monotonic() > begun + 2, "two seconds to pass")
+    arrivals, seconds = stub.arrivals[known:], time.monotonic() - begun
+    count = Counter(arrival.verb for arrival in arrivals)
+    turns = 40 * (seconds / 0.25 + 2)
+    assert 0 < count["EMQ.PROMOTE"] <= turns
+    assert 0 < count["EMQ.STALLED.CHECK"] <= turns
+    assert count["ZRANGE"] <= count["EMQ.PROMOTE"] + 40
+    assert count["EVAL_RO"] <= count["EMQ.STALLED.CHECK"] + 40
+    assert count["ZCARD"] <= 4 * (count["EMQ.STALLED.CHECK"] + 40)
+    # In the first second each queue's leases are looked at apart from its turns.
+    assert count["TIME"] <= 2 * (seconds / 0.25 + 2) + 40
+    rest = {"MULTI", "EXEC", "TIME", "ZRANGE", "EVAL_RO", "ZCARD"}
+    assert set(count) == {"EMQ.PROMOTE", "EMQ.STALLED.CHECK", *rest}
+
+
+def test_a_stop_in_the_middle_of_a_drain_counts_what_was_moved(
+    open_daemon: Open, node: DevNode, client: redis.Redis
+) -> None:
+    """Drain pace after an outage: a backlog is drained at once and not a page an interval; a stop
+    comes between two pages, and what was counted is what was moved."""
+    rows = client.pipeline(transaction=False)
+    for number in range(20_000):
+        job_id = b"JOB%05d" % number
+        rows.zadd(wire.queue_key("orders", "schedule"), {job_id: 1})
+        rows.hset(wire.row_key("orders", job_id), mapping={"state": "scheduled", "attempts": 0})
+    rows.execute()
+    daemon = open_daemon(
+        node.url, ["orders"], promote={"interval": "1h", "limit": 20}, stalled_check=NO_GRACE
+    )
+    pending = wire.queue_key("orders", "pending")
+    wait_until(lambda: client.zcard(pending) > 500, "the drain under way")
+    assert daemon.stop() == 0
+    (facts,) = daemon.daemon._ledger.queues()
+    assert facts.promoted == client.zcard(pending)
+    other = open_daemon(node.url, ["orders"], promote={"interval": "1h"})
+    other.wait_value(promoted("orders"), 20_000 - facts.promoted)
+    assert client.zcard(pending) == 20_000
+
+
+def test_names_that_come_and_go_leave_nothing(open_daemon: Open, stub: Stub) -> None:
+    """Series of removed queues: hundreds of names one after another, and no series, no turn and no
+    memory of them is left."""
+    stub.on("EMQ.PROMOTE", error("ERR no"))
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    daemon.wait_ready()
+    before = {name for name in daemon.scrape() if "queue=" in name}
+    for number in range(10):
+        daemon.reload(queues=["orders", *(f"queue-{number}-{n}" for n in range(50))])
+        daemon.wait_told("sweep failed", queue=f"queue-{number}-0")
+    daemon.reload(queues=["orders"])
+    after = {name for name in daemon.scrape() if "queue=" in name}
+    assert {name for name in after if "errors" not in name} <= before | after
+    assert not [name for name in after if "queue-" in name]
+    inside = daemon.daemon
+    assert len(inside._timer._phase_of) == 2
+    assert len(inside._work.rounds._duties) == 2
+    wait_until(lambda: len(inside._timer._scheduler.get_jobs()) <= 6, "their turns to be gone")
 
 
 def test_replicas_count_each_job_once(

@@ -355,13 +355,30 @@ def test_the_nodes_fault_is_no_pause_of_the_queues(
     stub.on("EMQ.VERSION", HANG_UP)
     desk = open_desk("orders", "emails")
     for _ in range(10):
-        assert desk.promote() == []
+        assert {wake.queue for wake in desk.promote()} == {"orders", "emails"}
         clock.ahead += BACKOFF_CAP_SECONDS
     stub.on("EMQ.VERSION", bulk(b"promote stalled.check"))
     desk.promote()
     assert stub.count("EMQ.PROMOTE") == 2
     # Each direct try has words of its own; none of them is told twice in a row.
     assert desk.book.take().count("node down") == 1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "pause"),
+    [(HANG_UP, 5), (SILENCE, 5), (error("TRYAGAIN later"), 5), (error("LOADING"), 10)],
+)
+def test_what_ends_by_itself_is_tried_again_before_a_turn_that_is_far(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock, trouble: Answer, pause: float
+) -> None:
+    """Due-time wakes: with an interval of an hour, a blip of the node costs a due job seconds."""
+    stub.on("EMQ.PROMOTE", trouble, integer(0))
+    desk = open_desk(promote={"interval": "1h"}, node={"timeout": "100ms"})
+    (wake,) = [wake for wake in desk.promote() if wake.verb == "promote"]
+    assert pause - 1 < wake.at - clock.monotonic() <= pause
+    clock.ahead += pause + 0.1
+    assert [wake for wake in desk.promote() if wake.verb == "promote"] == []
+    assert stub.count("EMQ.PROMOTE") == 2
 
 
 def test_a_round_whose_reply_is_lost_is_unknown_and_goes_on(

@@ -32,9 +32,13 @@ TEND_SECONDS = 0.5
 """How often `tend` is to be called: a primary that failed is tried again within its first few
 pauses, and what there is to do is mostly nothing."""
 
+SENTINEL_SECONDS = 1.0
+"""How often the sentinels are asked while all is well. A primary that had to hand over by command
+goes on as one for up to 8 s more, and what is done there is lost."""
+
 REFRESH_SECONDS = 5.0
-"""How old the answer to "who are the primaries" may get while all is well: a question of 0.1 ms,
-and a new primary is searched for queues within seconds. Replies tell sooner of what moved."""
+"""How old the slot map may get while all is well: a new primary is searched for queues within
+seconds. Of what moved, replies tell sooner."""
 
 REFRESH_IN_TROUBLE_SECONDS = 1.0
 """The same while a primary of a cluster cannot be worked on: its replica may have taken over."""
@@ -126,7 +130,7 @@ class SentinelNodes(Nodes):
 
     def tend(self) -> None:
         """Ask the sentinels from time to time."""
-        if time.monotonic() >= self._asked_at + REFRESH_SECONDS:
+        if time.monotonic() >= self._asked_at + SENTINEL_SECONDS:
             with contextlib.suppress(NodeFault):
                 self.refresh()
 
@@ -143,6 +147,7 @@ class _Sentinels:
 
     def __init__(self, settings: NodeSettings) -> None:
         self._master = settings.url.master
+        self._user = settings.sentinel.username or "default"
         hosts = settings.url.hosts
         # All together get the time of one connection: a thread waits for no more than two then.
         self._patience_seconds = settings.connect_timeout_seconds / len(hosts)
@@ -189,7 +194,7 @@ class _Sentinels:
             case wire.ReplyError(code="NOPERM"):
                 what = (
                     "the ACL denies SENTINEL GET-MASTER-ADDR-BY-NAME; as its operator: ACL SETUSER "
-                    "USER +sentinel|get-master-addr-by-name"
+                    f"{self._user} +sentinel|get-master-addr-by-name"
                 )
                 raise NotReady(sentinel.name, "NOPERM", what)
             case wire.ReplyError(code="NOAUTH"):

@@ -266,6 +266,7 @@ class Sentinels(Servers):
         sentinel_lines: Sequence[str] = (),
         node_arguments: Sequence[str] = (),
         count: int = 3,
+        password: str = "",
     ) -> None:
         super().__init__(directory)
         self._lines = sentinel_lines
@@ -273,8 +274,7 @@ class Sentinels(Servers):
         self._count = count
         self.ports: list[int] = []
         self._processes: list[Process] = []
-        self.password = ""
-        """The sentinels' own, where they have one."""
+        self._password = password
 
     @property
     def url(self) -> str:
@@ -311,7 +311,10 @@ class Sentinels(Servers):
         self.ports.append(port)
 
     def sentinel(self, number: int = 0) -> redis.Redis:
-        return redis.Redis(port=self.ports[number], password=self.password or None)
+        client = redis.Redis(port=self.ports[number], password=self._password or None, protocol=2)
+        # What redis-py makes of these replies differs from version to version.
+        client.response_callbacks.clear()
+        return client
 
     def _agree(self) -> bool:
         for number in range(self._count):

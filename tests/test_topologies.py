@@ -15,15 +15,15 @@ import pytest
 import redis
 from conftest import connect, wait_until
 from daemon_process import DaemonThread
-from server_sets import Cluster, Sentinels, ask, lease, pending, schedule
-from stub import Stub
+from server_sets import MASTER, Cluster, Sentinels, ask, lease, pending, schedule
+from stub import NIL, SILENCE, Stub, array, bulk, error
 
 from emqtimerd import wire
 from emqtimerd.chronicle import Chronicle
 from emqtimerd.config import Settings
 from emqtimerd.ledger import Ledger
 from emqtimerd.log import open_log
-from emqtimerd.node import FenceRefused, NodeFault, NotReady
+from emqtimerd.node import FenceRefused, NodeFault, NotReady, Unreachable
 from emqtimerd.once import document, sweep_once
 from emqtimerd.rounds import Rounds
 from emqtimerd.topology import Nodes, open_nodes, read_slots
@@ -567,3 +567,231 @@ def test_other_shapes_are_refused(reply: object) -> None:
     """An answer of another shape is no slot map."""
     with pytest.raises(wire.ShapeError):
         read_slots(reply, "asked")
+
+
+# --- Sentinel -----------------------------------------------------------------------------------
+
+
+def heir_of(sentinels: Sentinels) -> Any:
+    """The server that is not the primary that the sentinels name."""
+    return next(node for node in sentinels.nodes if node.port != sentinels.named())
+
+
+def primary_of(sentinels: Sentinels) -> Any:
+    return next(node for node in sentinels.nodes if node.port == sentinels.named())
+
+
+@slow
+def test_once_sweeps_the_primary_that_the_sentinels_name(sentinels: Sentinels) -> None:
+    """By the name that they have for it, also when the first of them is dead."""
+    with connect(primary_of(sentinels)) as client:
+        schedule(client, "orders", "JOB1")
+        sentinels.kill_sentinel(0)
+        report = once(settings_of(sentinels.url, ["orders"]))
+        assert report["ok"], report
+        assert report["queues"][0]["promoted"] == 1
+        (node,) = report["nodes"]
+        assert node["node"] == MASTER
+        assert node["run_id"] == client.info("server")["run_id"]
+
+
+@slow
+@pytest.mark.parametrize("how", ["killed", "silent", "asked to"])
+def test_a_failover_is_followed(sentinels: Sentinels, open_daemon: Open, how: str) -> None:
+    """Case "Sentinel: retries go to the dead master": the daemon goes on with the new primary, as
+    after one restart, and leases that were taken before it are counted so. One that is silent
+    costs one timeout after the sentinels name another. `once` follows as well."""
+    old, new = primary_of(sentinels), heir_of(sentinels)
+    with connect(old) as client:
+        lease(client, "orders", "JOB1", 4_000)
+        ask(client, "WAIT", 1, 5_000)
+    daemon = open_daemon(sentinels.url, ["orders"])
+    daemon.wait_ready()
+    if how == "killed":
+        old.kill()
+    elif how == "silent":
+        sentinels.suspend(old)
+    else:
+        with sentinels.sentinel() as client:
+            ask(client, "SENTINEL", "FAILOVER", MASTER)
+    sentinels.wait_named(new)
+    named_at = time.monotonic()
+    with connect(new) as client:
+        schedule(client, "orders", "JOB2")
+        wait_until(lambda: b"JOB2" in pending(client, "orders"), "the new primary is swept")
+        if how != "killed":
+            # A timeout of 1 s, and what is left of a pause of up to 5 s (Sentinel named the silent
+            # one all the while).
+            assert time.monotonic() < named_at + 6.5
+        wait_until(lambda: b"JOB1" in pending(client, "orders"), "the lease is recovered")
+        if how == "silent":
+            # It goes on as a primary until the sentinels tell it otherwise, some 8 s later.
+            sentinels.resume(old)
+        schedule(client, "orders", "JOB3")
+        report = once(settings_of(sentinels.url, ["orders"]))
+        assert report["nodes"][0]["run_id"] == client.info("server")["run_id"]
+        wait_until(lambda: b"JOB3" in pending(client, "orders"), "swept by one of the two")
+    daemon.wait_ready()
+    samples = daemon.scrape()
+    assert samples[restarts(MASTER)] == 1
+    assert samples[expiries("orders", "restart")] == 1
+    assert samples[expiries("orders", "stall")] == 0
+    assert len(daemon.told("node restarted")) == 1
+
+
+@slow
+def test_sentinels_have_credentials_of_their_own(tmp_path: Path) -> None:
+    """They are sent those of `node.sentinel` and the node those of `node`, and none the other's;
+    where they are refused, it is told which, and no password."""
+    password, secret = tmp_path / "sentinel-password", tmp_path / "node-password"
+    password.write_text("sentinel-pw\n")
+    secret.write_text("node-pw\n")
+    lines = (
+        "user default on >others-pw ~* &* +@all",
+        "user finder on >sentinel-pw -@all +sentinel|get-master-addr-by-name",
+        "sentinel sentinel-pass others-pw",
+        f"sentinel auth-pass {MASTER} node-pw",
+    )
+    arguments = ("--requirepass", "node-pw", "--masterauth", "node-pw")
+    with Sentinels(
+        tmp_path,
+        sentinel_lines=lines,
+        node_arguments=arguments,
+        count=1,
+        password="others-pw",
+    ) as sentinels:
+        node = {"password_file": str(secret)}
+        finder = {"username": "finder", "password_file": str(password)}
+        report = once(settings_of(sentinels.url, ["orders"], sentinel=finder, **node))
+        assert report["ok"], report
+        for wrong in (
+            settings_of(sentinels.url, ["orders"], **node),
+            settings_of(sentinels.url, ["orders"], sentinel={**finder, "username": ""}, **node),
+        ):
+            refused = sweep_once(wrong, ["orders"], verbs=("promote",))
+            assert refused.exit_code == 3
+            assert "node.sentinel.password_file" in str(refused.fault)
+            assert "pw" not in str(refused.fault)
+        refused = sweep_once(
+            settings_of(sentinels.url, ["orders"], sentinel=finder), ["orders"], verbs=("promote",)
+        )
+        assert refused.exit_code == 3
+        assert "give node.username and node.password_file" in str(refused.fault)
+        with sentinels.sentinel() as client:
+            ask(client, "ACL", "SETUSER", "finder", "-sentinel|get-master-addr-by-name")
+        refused = sweep_once(
+            settings_of(sentinels.url, ["orders"], sentinel=finder, **node),
+            ["orders"],
+            verbs=("promote",),
+        )
+        assert "ACL SETUSER finder +sentinel|get-master-addr-by-name" in str(refused.fault)
+
+
+def sentinel_url(*ports: int) -> str:
+    return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in ports)}/{MASTER}/0"
+
+
+def address(port: int) -> Any:
+    return array(bulk(b"127.0.0.1"), bulk(b"%d" % port))
+
+
+@pytest.fixture
+def named() -> Iterator[Stub]:
+    """Whom a scripted sentinel names."""
+    with Stub() as stub:
+        yield stub
+
+
+SENTINEL_TROUBLES = {
+    "knows no such name": (NIL, "knows no primary called 'main'"),
+    "has no right": (error("NOPERM no"), "+sentinel|get-master-addr-by-name"),
+    "is no sentinel": (error("ERR unknown command 'SENTINEL'"), "unknown command 'SENTINEL'"),
+    "answers something else": (bulk(b"10.0.0.1"), "a string of 8 bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), SENTINEL_TROUBLES.values(), ids=SENTINEL_TROUBLES.keys()
+)
+def test_a_sentinel_that_names_nobody_is_told_and_asked_again(
+    stub: Stub, named: Stub, answer: Any, words: str
+) -> None:
+    """`MasterNotFoundError` and its like: unreachable now, and the next try may find it."""
+    stub.on("SENTINEL", answer, address(named.port))
+    nodes = open_nodes(settings_of(sentinel_url(stub.port)).node)
+    ((node, _),) = nodes.by_node(["orders"], str)
+    with pytest.raises(Unreachable) as caught, node.link():
+        pass
+    assert words in str(caught.value)
+    assert f"127.0.0.1:{stub.port}" in str(caught.value)
+    wait_until(lambda: can_link(node), "the next try finds it")
+    assert named.count("SENTINEL") == 0
+    nodes.close()
+
+
+def can_link(node: Any) -> bool:
+    try:
+        with node.link():
+            return True
+    except NodeFault:
+        return False
+
+
+def test_a_sentinel_that_lags_behind_is_asked_last(stub: Stub, named: Stub) -> None:
+    """It names a server that is a replica by now: which is not swept, nor taken for a restart, and
+    another sentinel is asked next."""
+    replica = b"# Replication\r\nrole:slave\r\n"
+    with Stub() as demoted, Stub() as other:
+        demoted.on("INFO", bulk(replica), word=b"replication")
+        stub.on("SENTINEL", address(demoted.port))
+        other.on("SENTINEL", address(named.port))
+        nodes = open_nodes(settings_of(sentinel_url(stub.port, other.port)).node)
+        ((node, _),) = nodes.by_node(["orders"], str)
+        with pytest.raises(NotReady) as caught, node.link():
+            pass
+        assert caught.value.code == "READONLY"
+        assert node.identity is None
+        wait_until(lambda: can_link(node), "the other sentinel names the right one")
+        assert (stub.count("SENTINEL"), other.count("SENTINEL")) == (1, 1)
+        nodes.close()
+
+
+def test_silent_sentinels_cost_no_more_than_one_connection(stub: Stub, named: Stub) -> None:
+    """All of them together have node.connect_timeout."""
+    stub.on("SENTINEL", SILENCE)
+    nodes = open_nodes(settings_of(sentinel_url(*[stub.port] * 5), connect_timeout="500ms").node)
+    started = time.monotonic()
+    with pytest.raises(Unreachable) as caught:
+        nodes.refresh()
+    assert 0.4 < time.monotonic() - started < 1.5
+    assert caught.value.code == "timeout"
+    assert "and 2 more" in str(caught.value)
+
+
+def test_the_address_that_was_named_is_told(stub: Stub, named: Stub) -> None:
+    """Who reads that the primary cannot be reached wants to know where it is."""
+    named.stop_listening()
+    stub.on("SENTINEL", address(named.port))
+    nodes = open_nodes(settings_of(sentinel_url(stub.port)).node)
+    ((node, _),) = nodes.by_node(["orders"], str)
+    with pytest.raises(Unreachable) as caught, node.link():
+        pass
+    assert str(caught.value) == (
+        f"main: cannot connect to 127.0.0.1:{named.port} (Connection refused)"
+    )
+
+
+def test_a_server_that_is_no_longer_named_is_left(stub: Stub, named: Stub) -> None:
+    """A primary that lives on where the others do not see it keeps its connections open."""
+    with Stub() as cut_off:
+        stub.on("SENTINEL", address(cut_off.port))
+        nodes = open_nodes(settings_of(sentinel_url(stub.port)).node)
+        ((node, _),) = nodes.by_node(["orders"], str)
+        with node.link():
+            pass
+        stub.on("SENTINEL", address(named.port))
+        nodes.refresh()
+        with node.link():
+            pass
+        assert (cut_off.count("EMQ.VERSION"), named.count("EMQ.VERSION")) == (1, 1)
+        nodes.close()

@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench sanitize clean packages
+.PHONY: help demo test lint bench soak chaos sanitize clean packages
 
 # Name another Python with `make test PYTHON=python3.13`; each one named gets an environment of its own.
 VENV ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -38,6 +38,16 @@ bench: $(READY) $(CORE).so ## measure job core, daemon and scrapes beside their 
 	$(BIN)/python bench/daemon.py drain
 	$(BIN)/python bench/scrape.py
 
+# A seed repeats the schedule of faults: `make chaos SEED=7 SECONDS=600`.
+SEED ?=
+JOBS ?= 200000
+SECONDS ?= 180
+soak: $(READY) $(CORE).so ## an hour's work in a minute: 200,000 jobs, three server kills, and every number adds up
+	@$(BIN)/python -m chaos soak --jobs $(JOBS) $(SEED:%=--seed %)
+
+chaos: $(READY) $(CORE).so ## two daemons at work while a random hand breaks server, network and daemons
+	@$(BIN)/python -m chaos storm --seconds $(SECONDS) $(SEED:%=--seed %)
+
 # The runtime is not linked into the server, so it is preloaded, for the servers alone.
 sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run the tests with the job core under AddressSanitizer and UBSan
 	@rm -rf $(SANITIZE)/reports && mkdir -p $(SANITIZE)/reports
@@ -52,7 +62,7 @@ sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run 
 
 clean: ## remove all that the other targets made, environments included
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(CORE).so
-	find emqtimerd tests bench -name __pycache__ -prune -exec rm -rf {} +
+	find emqtimerd tests bench chaos -name __pycache__ -prune -exec rm -rf {} +
 
 # What judges the conformance suite, the page, the alerts and the units. Does nothing where it is
 # installed or cannot be.

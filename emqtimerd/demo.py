@@ -217,10 +217,10 @@ class Cast:
 class DaemonProcess:
     """`emqtimerd run` as a process; its log lines and its metrics."""
 
-    def __init__(self, url: str, directory: Path) -> None:
-        config = directory / "emqtimerd.toml"
-        config.write_text(CONFIG.format(url=url))
-        command = [sys.executable, "-m", "emqtimerd", "run", "--config", str(config)]
+    def __init__(self, config: str, directory: Path) -> None:
+        file = directory / "emqtimerd.toml"
+        file.write_text(config)
+        command = [sys.executable, "-m", "emqtimerd", "run", "--config", str(file)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[dict[str, object]] = []
         self._address = ""
@@ -273,7 +273,7 @@ def run_demo(output: IO[str], *, live: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="emqtimerd-demo-") as directory:
         place = Path(directory)
         with DevNode(place / "node") as node:
-            daemon = DaemonProcess(node.url, place)
+            daemon = DaemonProcess(CONFIG.format(url=node.url), place)
             console.print(f"EMQ node  {node.url} (Valkey with the job core; its data has an AOF)")
             console.print(
                 f"daemon    {daemon.page} (a process of its own; this is its status page)"

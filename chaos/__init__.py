@@ -1,0 +1,1 @@
+"""Long runs against everything real, after which every number must add up."""

@@ -1,0 +1,29 @@
+"""`python -m chaos soak` and `python -m chaos storm`: what `make soak` and `make chaos` run."""
+
+import argparse
+import random
+import sys
+
+
+def main() -> int:
+    """Run what was asked for, and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    soak = commands.add_parser("soak", help="many jobs, and a server that is killed three times")
+    soak.add_argument("--jobs", type=int, default=200_000)
+    storm = commands.add_parser("storm", help="two daemons and a random hand that breaks things")
+    storm.add_argument("--seconds", type=float, default=180.0)
+    for each in (soak, storm):
+        each.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    options = parser.parse_args()
+    if options.command == "soak":
+        from chaos.soak import soak as run_soak
+
+        return run_soak(options.jobs, options.seed)
+    from chaos.storm import storm as run_storm
+
+    return run_storm(options.seconds, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -361,8 +361,10 @@ class Ledger:
     def expect(self, intervals: Mapping[Verb, float]) -> None:
         """Say how often, in seconds, each verb's most frequent round comes; readiness follows."""
         with self._lock:
-            self._intervals = dict(intervals)
-            self._expected_since = self._monotonic()
+            if self._intervals != dict(intervals):
+                # What stays as it was is not given more time by a reload.
+                self._intervals = dict(intervals)
+                self._expected_since = self._monotonic()
 
     def reloaded(self, problem: str | None = None) -> None:
         """Note how a reload went: None is well."""
@@ -467,7 +469,8 @@ class Ledger:
     def _late(self, verb: Verb, interval: float, now: float) -> list[str]:
         """Why this verb's rounds are not as they should be; nothing if they are."""
         if not self._good_rounds:
-            return [f"no queue has been swept yet ({verb} is due every {interval:g} s)"]
+            why = self._why(verb)
+            return [f"no queue has been swept yet ({verb} is due every {interval:g} s){why}"]
         last = self._good_rounds.get(verb)
         patience = max(ROUNDS_MISSED * interval, ROUND_PATIENCE_SECONDS)
         # A verb is not late for what it could not do before its node came (back) up.

@@ -74,7 +74,7 @@ class Rounds:
         self._ledger = ledger
         self._chronicle = chronicle
         self._stop = stop
-        self._duties: dict[tuple[Verb, str], _Duty] = {}
+        self._duties: dict[Verb, dict[str, _Duty]] = {verb: {} for verb in VERBS}
         self._lock = threading.Lock()
         self._run_ids: dict[str, str | None] = {}
         self._known: tuple[object, object] = ((), {})
@@ -87,14 +87,14 @@ class Rounds:
 
         A queue whose settings did not change keeps what its last rounds learned.
         """
-        duties: dict[tuple[Verb, str], _Duty] = {}
+        duties: dict[Verb, dict[str, _Duty]] = {verb: {} for verb in VERBS}
         cadences: dict[Cadence, list[str]] = {}
         for queue in queues:
             own = settings.for_queue(queue)
             for verb in VERBS:
                 duty = _duty(queue, verb, own, settings)
-                known = self._duties.get((verb, queue))
-                duties[verb, queue] = known if known and _same(known, duty) else duty
+                known = self._duties[verb].get(queue)
+                duties[verb][queue] = known if known and _same(known, duty) else duty
                 if known and known.sweep.mass_expiry and not duty.sweep.mass_expiry:
                     self._ledger.guard(queue, None)
                 cadences.setdefault(Cadence(verb, duty.interval_seconds), []).append(queue)
@@ -104,11 +104,11 @@ class Rounds:
     def run(self, verb: Verb, queues: Sequence[str]) -> list[Wake]:
         """Sweep these queues now, and say which of them want to be swept before their turn."""
         started = time.monotonic()
-        duties = self._duties
+        duties = self._duties[verb]
         due = [
             duty
             for queue in queues
-            if (duty := duties.get((verb, queue))) is not None and duty.not_before <= started
+            if (duty := duties.get(queue)) is not None and duty.not_before <= started
         ]
         if not due:
             return []
@@ -117,14 +117,14 @@ class Rounds:
         if moved := done.take_moved():
             with contextlib.suppress(NodeFault):
                 self.nodes.refresh(next(iter(moved.values())))
-            more, again = self._everywhere(verb, [duties[verb, queue] for queue in moved])
+            more, again = self._everywhere(verb, [duties[queue] for queue in moved])
             wakes += more
             done.add(again)
         self._ledger.record_quiet(verb, done.quiet, done.finished_at)
         self._ledger.record(verb, done.results, time.monotonic() - started)
         self._chronicle.tell(done.results)
         for result in done.results:
-            wakes += self._follow(duties[verb, result.queue], result)
+            wakes += self._follow(duties[result.queue], result)
         return wakes
 
     def _everywhere(self, verb: Verb, due: Sequence[_Duty]) -> tuple[list[Wake], Round]:
@@ -172,7 +172,10 @@ class Rounds:
             if duty.sweep.mass_expiry:
                 self._ledger.guard(duty.sweep.queue, duty.sweep.lenient)
         wakes = [
-            Wake("stalled_check", duty.sweep.queue, ends[duty.grace_seconds]) for duty in waiting
+            # Not all of them at once: the server has its workers back just now.
+            Wake("stalled_check", queue, ends[duty.grace_seconds] + _spread(queue))
+            for duty in waiting
+            for queue in (duty.sweep.queue,)
         ]
         done = self._sweep(node, ready, seconds, run_id)
         done.results += looked
@@ -206,7 +209,7 @@ class Rounds:
         """Look after the nodes from time to time; those that have none of our queues are told of
         here, the others where they are swept."""
         self.nodes.tend()
-        if not self.nodes.tended:
+        if not self.nodes.tended and self._duties["promote"]:
             return
         known = (self.nodes.primaries(), self._duties)
         if known != self._known:
@@ -221,8 +224,7 @@ class Rounds:
 
     def _shares(self) -> dict[Node, list[str]]:
         """All queues, by their node."""
-        queues = [queue for verb, queue in self._duties if verb == "stalled_check"]
-        return dict(self.nodes.by_node(queues, lambda queue: queue))
+        return dict(self.nodes.by_node(list(self._duties["stalled_check"]), lambda queue: queue))
 
     def _nodes_changed(self, heirs: Mapping[str, str]) -> None:
         """Take over who the primaries are now; one that took over from another goes on as it."""
@@ -241,8 +243,9 @@ class Rounds:
             self._note_down(node, fault)
             return []
         identity = node.identity
-        worked = done.quiet or any(result.passes or result.jobs for result in results)
-        return self._note_up(node, identity) if identity and worked else []
+        # An error of a queue is an answer too: an ACL may deny everything on a node that is well.
+        answered = done.quiet or any(r.passes or r.jobs or r.failure or r.blocked for r in results)
+        return self._note_up(node, identity) if identity and answered else []
 
     def _note_down(self, node: Node, fault: Failure) -> None:
         self._ledger.node_down(node.name, fault.message)

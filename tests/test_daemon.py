@@ -6,6 +6,7 @@ What only a process can show runs in one; the rest runs in a thread of the test'
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import json
 import os
@@ -39,6 +40,7 @@ from stub import (
 )
 
 from emqtimerd import wire
+from emqtimerd.daemon import Signals
 from emqtimerd.devnode import DevNode
 from emqtimerd.jobs import Jobs
 
@@ -331,6 +333,20 @@ def test_a_storm_of_hangups(launch: Launch, stub: Stub) -> None:
     assert daemon.errors == ""
 
 
+def test_a_full_pipe_hides_no_signal() -> None:
+    """Signals come through however many came before them."""
+    with Signals() as signals:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(signals._writer, b"\0" * 4_096)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.wait(0) == {signal.SIGTERM, signal.SIGHUP}
+        assert signals.wait(0) == set()
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.wait(10) == {signal.SIGTERM}
+
+
 # --- reloads ------------------------------------------------------------------------------------
 
 BAD_FILES: dict[str, tuple[str | bytes, str]] = {
@@ -555,6 +571,20 @@ def test_no_failure_ends_the_loop(open_daemon: Open, stub: Stub) -> None:
     for queue in queues:
         assert len(daemon.told("sweep failed", queue=queue)) <= 2
     daemon.wait_ready()
+
+
+def test_a_node_that_denies_everything_is_not_unreached(open_daemon: Open, stub: Stub) -> None:
+    """ACL: the node is up, readiness names the permission, and each queue and verb is told once."""
+    for verb in ("EMQ.PROMOTE", "EMQ.STALLED.CHECK", "EVAL_RO", "ZRANGE", "ZCARD", "TIME"):
+        stub.on(verb, error(f"NOPERM no permission to run '{verb.lower()}'"))
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    wait_until(lambda: "NOPERM" in daemon.get("/readyz")[1], "the permission named")
+    status, reasons = daemon.get("/readyz")
+    assert status == 503
+    assert "not reached" not in reasons
+    assert daemon.value(f'emqtimerd_node_up{{node="127.0.0.1:{stub.port}"}}') == 1
+    for verb in ("promote", "stalled_check"):
+        daemon.wait_told("sweep failed", queue="orders", verb=verb)
 
 
 @pytest.mark.parametrize(
@@ -850,7 +880,7 @@ def test_names_that_come_and_go_leave_nothing(open_daemon: Open, stub: Stub) -> 
     assert not [name for name in after if "queue-" in name]
     inside = daemon.daemon
     assert len(inside._timer._phase_of) == 2
-    assert len(inside._work.rounds._duties) == 2
+    assert sum(map(len, inside._work.rounds._duties.values())) == 2
     wait_until(lambda: len(inside._timer._scheduler.get_jobs()) <= 6, "their turns to be gone")
 
 

@@ -327,6 +327,20 @@ def test_ready_needs_the_fence_and_a_round(ledger: Ledger, clock: Clock) -> None
     assert ledger.health().reasons == ()
 
 
+def test_reloads_give_no_more_time(
+    ledger: Ledger, clock: Clock, working: Callable[..., None]
+) -> None:
+    """Who is told the same intervals again and again still loses patience with the rounds."""
+    working()
+    for _ in range(30):
+        clock.now += 1
+        ledger.beat()
+        ledger.expect({"promote": 1.0, "stalled_check": 30.0})
+    assert "promote last succeeded 30 s ago" in ledger.health().reasons[0]
+    ledger.expect({"promote": 2.0, "stalled_check": 30.0})
+    assert ledger.health().ready
+
+
 def test_a_node_that_goes_down_takes_readiness_but_not_life(
     ledger: Ledger, clock: Clock, working: Callable[..., None]
 ) -> None:

@@ -267,8 +267,11 @@ class Sentinels(Servers):
         node_arguments: Sequence[str] = (),
         count: int = 3,
         password: str = "",
+        kind: str = "valkey-9",
+        tls: bool = False,
     ) -> None:
-        super().__init__(directory)
+        super().__init__(directory, kind)
+        self._tls = tls
         self._lines = sentinel_lines
         self._node_arguments = node_arguments
         self._count = count
@@ -282,12 +285,17 @@ class Sentinels(Servers):
         return f"redis+sentinel://{hosts}/{MASTER}/0"
 
     def start(self) -> None:
+        primary = self.start_servers()
+        for number in range(self._count):
+            self._start_sentinel(number, primary)
+        wait_until(self._agree, "the sentinels have found each other and the replica")
+
+    def start_servers(self) -> int:
+        """Start a primary and a replica; return the port that sentinels know the first by."""
         (primary,) = self.add(1, *self._node_arguments)
         replicates = ("--replicaof", f"127.0.0.1 {primary.port}")
         self.add(1, *self._node_arguments, *replicates, brand=False)
-        for number in range(self._count):
-            self._start_sentinel(number, primary.port)
-        wait_until(self._agree, "the sentinels have found each other and the replica")
+        return primary.port
 
     def _start_sentinel(self, number: int, primary: int) -> None:
         directory = self._directory / f"sentinel{number}"
@@ -296,7 +304,7 @@ class Sentinels(Servers):
         (directory / "sentinel.conf").write_text(
             "\n".join(
                 [
-                    f"port {port}",
+                    *(["port 0", f"tls-port {port}"] if self._tls else [f"port {port}"]),
                     "bind 127.0.0.1",
                     f"dir {directory}",
                     f"sentinel monitor {MASTER} 127.0.0.1 {primary} {self._count // 2 + 1}",

@@ -27,9 +27,9 @@ EXIT_STOPPED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
-TICK_SECONDS = 0.5
-"""How often the main thread looks at the clock, the threads and the watchdog: a step of the clock
-is then noticed within a fraction of the shortest usual interval."""
+TICK_SECONDS = 1.0
+"""How often the main thread looks at the clock, the threads and the watchdog, and how often the
+scheduler shows that it turns. Signals do not wait for it."""
 
 STATUS_SECONDS = 5.0
 """How often the service manager's status line is renewed: for people who look, not for machines."""
@@ -123,8 +123,6 @@ class Daemon:
             on_error=self._round_failed,
             beat_seconds=self._beat_seconds(),
         )
-        self._timer.set_side_job("tend", TEND_SECONDS, self._tend)
-        self._timer.set_side_job("discover", STEP_SECONDS, self._discover)
         self._apply(config.settings)
 
     # --- start and stop, in order ---------------------------------------------------------------
@@ -255,6 +253,11 @@ class Daemon:
             fastest[cadence.verb] = min(known, cadence.interval_seconds)
         self._ledger.expect(fastest)
         self._timer.set_cadences(cadences)
+        step = STEP_SECONDS if settings.discovery.enabled else None
+        self._timer.set_side_job("discover", self._discover, step)
+        # A single server is looked after by its sweeps, where it has any.
+        tended = self._work.nodes.tended or not queues
+        self._timer.set_side_job("tend", self._tend, TEND_SECONDS if tended else None)
 
     # --- what the timer calls -------------------------------------------------------------------
 
@@ -269,8 +272,6 @@ class Daemon:
 
     def _discover(self) -> None:
         discovery = self._work.discovery
-        if not self._settings.discovery.enabled:
-            return
         found = discovery.step()
         if found is None or discovery is not self._work.discovery:
             return

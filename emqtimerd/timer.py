@@ -276,10 +276,20 @@ class Timer:
         self._scheduler.shutdown(wait=False)
         return left
 
-    def set_side_job(self, name: str, interval_seconds: float, work: Callable[[], None]) -> None:
-        """Run some other work at an interval, in a thread of the pool."""
-        self._side[name] = Grid(interval_seconds, _now())
-        self._scheduler.add_job(work, self._side[name], id=name, replace_existing=True)
+    def set_side_job(
+        self, name: str, work: Callable[[], None], interval_seconds: float | None
+    ) -> None:
+        """Run some other work at an interval, in a thread of the pool; at no interval, no more."""
+        with self._lock:
+            known = self._side.pop(name, None)
+            if known and known.interval_seconds == interval_seconds:
+                self._side[name] = known
+                return
+            if known:
+                self._scheduler.remove_job(name)
+            if interval_seconds is not None:
+                self._side[name] = Grid(interval_seconds, _now())
+                self._scheduler.add_job(work, self._side[name], id=name)
 
     # --- cadences -------------------------------------------------------------------------------
 

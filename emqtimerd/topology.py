@@ -82,7 +82,9 @@ class Nodes:
         NodeFault."""
 
     def tend(self) -> None:
-        """Do what is to be done from time to time. Raises nothing that the server causes."""
+        """Look after the servers apart from any sweep: here, see that there is a connection."""
+        with contextlib.suppress(NodeFault), self._node.link():
+            pass
 
     def brand_node(self) -> Node:
         """Return the server that has the brand."""

@@ -836,8 +836,10 @@ def test_an_idle_queue_costs_its_sweeps_and_no_more(open_daemon: Open, stub: Stu
     assert count["ZCARD"] <= 4 * (count["EMQ.STALLED.CHECK"] + 40)
     # In the first second each queue's leases are looked at apart from its turns.
     assert count["TIME"] <= 2 * (seconds / 0.25 + 2) + 40
-    rest = {"MULTI", "EXEC", "TIME", "ZRANGE", "EVAL_RO", "ZCARD"}
-    assert set(count) == {"EMQ.PROMOTE", "EMQ.STALLED.CHECK", *rest}
+    # Two rounds at one moment may have opened a further connection.
+    fence = {"CLIENT", "EMQ.VERSION", "GET", "INFO"}
+    reads = {"MULTI", "EXEC", "TIME", "ZRANGE", "EVAL_RO", "ZCARD"}
+    assert set(count) - fence == {"EMQ.PROMOTE", "EMQ.STALLED.CHECK", *reads}
 
 
 def test_a_stop_in_the_middle_of_a_drain_counts_what_was_moved(

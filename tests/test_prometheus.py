@@ -2,8 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from prometheus import (
     ROOT,
     STALLED,
     UNSTAMPED,
-    Scene,
+    Prometheus,
     tool,
     trouble,
 )
@@ -39,12 +37,6 @@ def promtool(*words: str) -> None:
         [tool("promtool"), *words], cwd=DIRECTORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def scene() -> Iterator[Scene]:
-    with trouble() as scene:
-        yield scene
 
 
 # --- the text -----------------------------------------------------------------------------------
@@ -92,15 +84,25 @@ def test_the_chart_ships_the_same_alerts() -> None:
 # --- with a real daemon -------------------------------------------------------------------------
 
 
-def test_prometheus_sees_what_happened(scene: Scene) -> None:
-    """By the same functions that people use; a rate needs no first event to begin with."""
+def test_a_prometheus_that_watches_a_daemon_in_trouble_sees_what_happened() -> None:
+    """Once for all that needs the trouble, which takes ten seconds."""
+    with trouble() as scene:
+        check_increases(scene.prometheus)
+        check_alerts(scene.prometheus)
+        exposition = scene.daemon.get("/metrics")[1]
+    check_names(exposition)
+    check_page(exposition)
+
+
+def check_increases(prometheus: Prometheus) -> None:
+    """PromQL finds the numbers that the trouble was made of."""
 
     def increased(series: str) -> float:
+        # Unlike increase(), exact.
         rose = f"max_over_time({series}[5m]) - min_over_time({series}[5m])"
-        return scene.prometheus.value(f"sum({rose})")
+        return prometheus.value(f"sum({rose})")
 
     orders = 'queue="orders"'
-    # What was promoted once may have been promoted again: nobody but us scheduled anything.
     assert increased(f"emqtimerd_jobs_promoted_total{{{orders}}}") == PROMOTED
     assert increased('emqtimerd_jobs_promoted_total{queue="emails"}') == 0
     expiries = f"emqtimerd_lease_expiries_total{{{orders},cause="
@@ -114,22 +116,17 @@ def test_prometheus_sees_what_happened(scene: Scene) -> None:
     assert increased("emqtimerd_node_restarts_total") == 1
     assert increased('emqtimerd_sweeps_total{outcome="unknown"}') > 0
     late = "histogram_quantile(0.5, sum by (le) (rate(emqtimerd_promotion_lateness_seconds_bucket"
-    assert 0 < scene.prometheus.value(f"{late}[5m])))") < 1
-    # increase() extrapolates a little beyond the samples.
+    assert 0 < prometheus.value(f"{late}[5m])))") < 1
+    # It extrapolates a little beyond the samples.
     rose = f"sum(increase(emqtimerd_jobs_promoted_total{{{orders}}}[5m]))"
-    assert scene.prometheus.value(rose) == pytest.approx(PROMOTED, rel=0.2)
+    assert prometheus.value(rose) == pytest.approx(PROMOTED, rel=0.2)
 
 
-def test_prometheus_evaluates_all_rules_and_finds_the_trouble(scene: Scene) -> None:
-    (group,) = scene.prometheus.get("rules")["groups"]
+def check_alerts(prometheus: Prometheus) -> None:
+    """All rules evaluate, and these alerts are on."""
+    (group,) = prometheus.get("rules")["groups"]
     assert [rule["health"] for rule in group["rules"]] == ["ok"] * len(RULES)
-    # The daemon is young: what it counted before its first scrape counts too.
-    queues = {
-        s.labels["queue"]: s.value
-        for s in scene.prometheus.query("queue:emqtimerd_jobs_dead_lettered:increase15m")
-    }
-    assert queues == {"orders": STALLED, "emails": 0}
-    states = {
+    expected = {
         "EmqtimerdQueueBlocked": "pending",
         "EmqtimerdReloadFailed": "pending",
         "EmqtimerdDeadLetters": "firing",
@@ -138,41 +135,38 @@ def test_prometheus_evaluates_all_rules_and_finds_the_trouble(scene: Scene) -> N
     }
 
     def alerts() -> dict[str, str]:
-        found = scene.prometheus.get("alerts")["alerts"]
+        found = prometheus.get("alerts")["alerts"]
         return {alert["labels"]["alertname"]: alert["state"] for alert in found}
 
-    wait_until(lambda: alerts() == states, f"the next evaluation finds these: {alerts()}")
+    wait_until(lambda: alerts() == expected, f"the next evaluation finds these: {alerts()}")
+    # The daemon is young: what it counted before its first scrape counts too.
+    found = prometheus.query("queue:emqtimerd_jobs_dead_lettered:increase15m")
+    dead = {sample.labels["queue"]: sample.value for sample in found}
+    assert dead == {"orders": STALLED, "emails": 0}
 
 
-def exported(scene: Scene) -> dict[str, set[str]]:
-    """The names of all samples, with their labels."""
-    found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(scene.daemon.get("/metrics")[1]):
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+def check_names(exposition: str) -> None:
+    """Every metric that rules, their tests and runbooks name is exported."""
+    families = [*text_string_to_metric_families(exposition)]
+    exported = {sample.name for family in families for sample in family.samples}
+    exported |= {family.name for family in families}
+    recorded = {name for rule in RULES for name in METRIC.findall(rule.get("record", ""))}
+    for file in (ALERTS, TESTS, RUNBOOKS):
+        named = set(METRIC.findall(file.read_text()))
+        assert named, file
+        assert named - recorded - exported == set(), file
 
 
-@pytest.mark.parametrize("file", [ALERTS, TESTS, RUNBOOKS], ids=lambda file: file.name)
-def test_every_metric_that_is_named_is_exported(file: Path, scene: Scene) -> None:
-    names = (rule.get("record", "") for rule in RULES)
-    recorded = {metric for name in names for metric in METRIC.findall(name)}
-    named = set(METRIC.findall(file.read_text())) - recorded
-    assert named
-    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported(scene)}
-    assert named - set(exported(scene)) - families == set()
-
-
-def test_the_metrics_page_lists_what_the_daemon_exports(scene: Scene) -> None:
-    """Every family by name, type and labels: no more, no less."""
+def check_page(exposition: str) -> None:
+    """docs/metrics.md lists every family by name, type and labels: no more, no less."""
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| ", METRICS.read_text(), re.MULTILINE)
     page = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     assert len(page) == len(rows), "one is listed twice"
     daemon = {}
-    for family in text_string_to_metric_families(scene.daemon.get("/metrics")[1]):
+    for family in text_string_to_metric_families(exposition):
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         daemon[name] = (family.type, labels)
-    # Only where it is asked for in the configuration.
+    # Only where the configuration asks for it.
     assert page.pop("emqtimerd_mass_expiry_guard") == ("gauge", {"queue"})
     assert page == daemon

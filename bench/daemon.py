@@ -78,8 +78,11 @@ class Process:
         return text
 
     def stop(self) -> None:
-        """End it."""
-        self._popen.terminate()
+        """End it: the daemon on request, the script by force, since it has a queue of late runs."""
+        if self._address:
+            self._popen.terminate()
+        else:
+            self._popen.kill()
         self._popen.wait(60)
 
 

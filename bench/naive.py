@@ -3,8 +3,8 @@
 python bench/naive.py URL INTERVAL_SECONDS STALLED_INTERVAL_SECONDS QUEUE_PREFIX QUEUES
 """
 
-import signal
 import sys
+from typing import Any
 
 import redis
 from apscheduler.executors.pool import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from apscheduler.schedulers.blocking import BlockingScheduler
 def main() -> None:
     """Sweep until killed."""
     url, interval, stalled_interval, prefix, queues = sys.argv[1:]
-    client = redis.Redis.from_url(url)
+    client: Any = redis.Redis.from_url(url)
     scheduler = BlockingScheduler(executors={"default": ThreadPoolExecutor(10)})
 
     def promote(base: str) -> None:
@@ -28,7 +28,6 @@ def main() -> None:
         base = f"emq:{{{prefix}{number}}}:"
         scheduler.add_job(promote, "interval", (base,), seconds=float(interval))
         scheduler.add_job(stalled_check, "interval", (base,), seconds=float(stalled_interval))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     scheduler.start()
 
 

@@ -271,8 +271,8 @@ def show(config: ConfigFile = None) -> None:
 
 @config_app.command()
 def validate(config: ConfigFile = None) -> None:
-    """Check file and environment; list every problem, contact nothing."""
-    _load(config, {})
+    """Check file and environment as `run` does; list every problem, contact nothing."""
+    _load(config, {}, needs_queues=True)
     _print("the configuration is valid")
 
 
@@ -287,10 +287,10 @@ def schema() -> None:
 # --- what the commands share --------------------------------------------------------------------
 
 
-def _load(file: Path | None, flags: Mapping[str, Any]) -> "Config":
+def _load(file: Path | None, flags: Mapping[str, Any], *, needs_queues: bool = False) -> "Config":
     from emqtimerd.config import load
 
-    return _checked(lambda: load(file, os.environ, _given(flags)))
+    return _checked(lambda: load(file, os.environ, _given(flags), needs_queues=needs_queues))
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -277,8 +277,9 @@ def run_round(
             fault = _exchange(node, batch, drain, run_id)
         waiting.extend(course for course in batch if course.again)
         if fault is not None:
-            _fail(waiting, fault)
-            _fail(stirred := [_Course.of(sweep, node) for sweep in idle], fault)
+            # Nothing of these was on its way: they count as no sweep.
+            _fail(waiting, fault, sent=False)
+            _fail(stirred := [_Course.of(sweep, node) for sweep in idle], fault, sent=False)
             courses += stirred
             break
     done.results = [course.result for course in courses]
@@ -468,9 +469,9 @@ def failed(node: Node, sweeps: Sequence[Sweep], fault: NodeFault) -> list[SweepR
     return [course.result for course in courses]
 
 
-def _fail(courses: Iterable[_Course], fault: NodeFault) -> None:
+def _fail(courses: Iterable[_Course], fault: NodeFault, *, sent: bool = True) -> None:
     for course in courses:
-        course.result.skipped = isinstance(fault, NotTried)
+        course.result.skipped = not sent or isinstance(fault, NotTried)
         course.result.failure = Failure(fault.code, str(fault), of_node=True)
         # Whatever was known before the fault, the backlog may now be of any size.
         course.sweep.expected = -1

@@ -15,7 +15,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").
 
 def settings(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, str]:
     """Every setting by its path, with its default as JSON."""
-    found = {}
+    found: dict[str, str] = {}
     for key, value in properties.items():
         table = definitions.get(value.get("$ref", "").rpartition("/")[2], {})
         if "properties" in table:

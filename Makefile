@@ -42,11 +42,12 @@ bench: $(READY) $(CORE).so ## measure job core, daemon and scrapes beside their 
 SEED ?=
 JOBS ?= 200000
 SECONDS ?= 180
+SERVERS ?= alone
 soak: $(READY) $(CORE).so ## an hour's work in a minute: 200,000 jobs, three server kills, and every number adds up
 	@$(BIN)/python -m chaos soak --jobs $(JOBS) $(SEED:%=--seed %)
 
 chaos: $(READY) $(CORE).so ## two daemons at work while a random hand breaks server, network and daemons
-	@$(BIN)/python -m chaos storm --seconds $(SECONDS) $(SEED:%=--seed %)
+	@$(BIN)/python -m chaos storm --seconds $(SECONDS) --servers $(SERVERS) $(SEED:%=--seed %)
 
 # The runtime is not linked into the server, so it is preloaded, for the servers alone.
 sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run the tests with the job core under AddressSanitizer and UBSan

@@ -13,16 +13,22 @@ def main() -> int:
     soak.add_argument("--jobs", type=int, default=200_000)
     storm = commands.add_parser("storm", help="two daemons and a random hand that breaks things")
     storm.add_argument("--seconds", type=float, default=180.0)
+    storm.add_argument("--servers", choices=("alone", "sentinel"), default="alone")
     for each in (soak, storm):
         each.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
-    if options.command == "soak":
-        from chaos.soak import soak as run_soak
-
-        return run_soak(options.jobs, options.seed)
+    from chaos.soak import Wrong
+    from chaos.soak import soak as run_soak
     from chaos.storm import storm as run_storm
 
-    return run_storm(options.seconds, options.seed)
+    try:
+        if options.command == "soak":
+            run_soak(options.jobs, options.seed)
+        else:
+            run_storm(options.seconds, options.seed, options.servers)
+    except Wrong:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -70,7 +70,10 @@ class Books:
     """What one of the crew knows to have happened. A lease is named by its job and its token."""
 
     accepted: set[bytes] = field(default_factory=set)
-    far: int = 0
+    maybe: set[bytes] = field(default_factory=set)
+    """Jobs whose adding was not answered. Adding one again under its id would be refused while it
+    is there, and would run it twice if it was done and gone by then: so nobody does."""
+    far: set[bytes] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
     """Answers that nobody should get."""
     claimed: list[bytes] = field(default_factory=list)
@@ -174,27 +177,24 @@ def perform(line: Line, acts: Sequence[Act]) -> bool:
 # --- producers ----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _New:
-    job_id: bytes
-    command: bytes
-    unknown: bool = False
+New: TypeAlias = tuple[bytes, bytes]
+"""A job's id, and the command that adds it."""
 
 
-def add(books: Books, waiting: list[_New], new: _New) -> Act:
-    """Add one job; it comes back to `waiting` until the server has it for certain."""
+def add(books: Books, waiting: list[New], new: New) -> Act:
+    """Add one job; it comes back to `waiting` if the server certainly does not have it."""
 
     def read(replies: list[Any] | None) -> None:
-        reply = replies[0] if replies else None
-        if reply == 1 or (reply == 0 and new.unknown):
-            books.accepted.add(new.job_id)
-        elif reply == 0:
-            books.refused.append(f"{new.job_id.decode()} is a duplicate, and nobody added it")
+        if replies is None:
+            books.maybe.add(new[0])
+        elif replies[0] == 1:
+            books.accepted.add(new[0])
+        elif replies[0] == 0:
+            books.refused.append(f"{new[0].decode()} is a duplicate, and nobody added it")
         else:
-            new.unknown |= replies is None
             waiting.append(new)
 
-    return Act(new.command, 1, read, lambda: waiting.append(new))
+    return Act(new[1], 1, read, lambda: waiting.append(new))
 
 
 def enqueue(queue: str, job_id: bytes, payload: bytes) -> bytes:
@@ -209,10 +209,10 @@ def schedule(queue: str, job_id: bytes, payload: bytes, how: str, ms: int) -> by
     return wire.pack("EMQ.SCHEDULE", 2, row, schedule, job_id, payload, how, ms)
 
 
-def add_all(port: int, commands: Sequence[tuple[bytes, bytes]], until: float) -> Books:
+def add_all(port: int, commands: Sequence[New], until: float) -> Books:
     """Add these jobs (id and command), however often it takes, until an instant at most."""
     books = Books()
-    waiting = [_New(job_id, command) for job_id, command in commands]
+    waiting = list(commands)
     line = Line(port)
     while waiting and time.monotonic() < until:
         batch, waiting = waiting[: 10 * BATCH], waiting[10 * BATCH :]
@@ -233,7 +233,7 @@ def produce(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chance = random.Random(seed)
     books, line = Books(), Line(port)
-    waiting: list[_New] = []
+    waiting: list[New] = []
     minted = 0
     began = time.monotonic()
     while waiting or (minted < count and not stop.is_set()):
@@ -246,14 +246,14 @@ def produce(
             minted += 1
             queue, job_id = chance.choice(habits.queues), mint_id()
             if chance.random() < habits.far:
-                books.far += 1
+                books.far.add(job_id)
                 command = schedule(queue, job_id, b"far", "in", FAR_MS)
             elif chance.random() < habits.scheduled:
                 delay = chance.randrange(habits.longest_delay_ms)
                 command = schedule(queue, job_id, b"later", "in", delay)
             else:
                 command = enqueue(queue, job_id, b"now")
-            waiting.append(_New(job_id, command))
+            waiting.append((job_id, command))
         batch, waiting = waiting, []
         if not batch:
             time.sleep(IDLE_SECONDS)

@@ -6,7 +6,6 @@ answered as long as nothing rewrites it and the server writes before it replies:
 does that, and `everysec` does not (it puts a write off while the disk is busy).
 """
 
-import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -164,57 +163,63 @@ def _end_of_lease(
     return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a file; the history goes on in the next part."""
+
+    file: Path
+    start: int = 0
+    end: int | None = None
+    """Where it ends; None is the end of the file."""
+
+
 def file_of(directory: Path) -> Path:
-    """The one file that a server, which never rewrites it, appends to."""
-    (found,) = (directory / "appendonlydir").glob("*.incr.aof")
-    return found
+    """The file that a server appends to; only one that is fed anew as a replica begins another."""
+    found = (directory / "appendonlydir").glob("*.incr.aof")
+    # appendonly.aof.<number>.incr.aof
+    return max(found, key=lambda file: int(file.name.split(".")[2]))
 
 
-def read(file: Path, marks: Sequence[int] = ()) -> History:
-    """Read the whole history, and keep the state of things at these offsets."""
+def read(parts: Sequence[Part], marks: Sequence[int] = ()) -> History:
+    """Read the whole history, and keep the state of things at these positions of it."""
     history = History()
-    group: list[Command] | None = None
-    for offset, command in _commands(file, sorted(set(marks))):
-        if command is None:
-            history.mark(offset)
-            continue
-        name = command[0].upper()
-        if name == b"MULTI":
-            group = []
-        elif name == b"EXEC":
-            history.take(group or [])
-            group = None
-        elif group is not None:
-            group.append(command)
-        else:
-            history.take([command])
+    waiting = sorted(set(marks))
+    position = 0
+    for part in parts:
+        group: list[Command] | None = None
+        reader = hiredis.Reader()
+        for data in _chunks(part, position, waiting):
+            while waiting and waiting[0] <= position:
+                history.mark(waiting.pop(0))
+            position += len(data)
+            reader.feed(data)
+            while reader.has_data() and isinstance(command := reader.gets(), list):
+                name = command[0].upper()
+                if name == b"MULTI":
+                    group = []
+                elif name == b"EXEC":
+                    history.take(group or [])
+                    group = None
+                elif group is not None:
+                    group.append(command)
+                else:
+                    history.take([command])
+    for mark in waiting:
+        # The last of them, or what was torn off by the next start: a write that was cut short.
+        history.mark(mark)
     return history
 
 
-def _commands(file: Path, marks: list[int]) -> Iterator[tuple[int, Command | None]]:
-    """Each command; at each mark None, with the offset that was asked for."""
-    reader = hiredis.Reader()
-    nothing = object()
-    offset = 0
-    if marks[:1] == [0]:
-        yield 0, None
-    with file.open("rb") as stream:
-        while True:
-            at = bisect.bisect_right(marks, offset)
-            size = min(READ_BYTES, marks[at] - offset) if at < len(marks) else READ_BYTES
+def _chunks(part: Part, position: int, marks: Sequence[int]) -> Iterator[bytes]:
+    """The part in pieces, none of which reaches over a mark."""
+    with part.file.open("rb") as stream:
+        stream.seek(part.start)
+        left = (part.file.stat().st_size if part.end is None else part.end) - part.start
+        while left > 0:
+            size = min(READ_BYTES, left, *(mark - position for mark in marks if mark > position))
             data = stream.read(size)
             if not data:
                 break
-            offset += len(data)
-            reader.feed(data)
-            while True:
-                command = reader.gets() if reader.has_data() else nothing
-                if not isinstance(command, list):
-                    break
-                yield offset, command
-            if at < len(marks) and offset == marks[at]:
-                yield offset, None
-    for mark in marks:
-        # What was there for a moment and torn off by the next start (a write that was cut short).
-        if mark > offset:
-            yield mark, None
+            position += len(data)
+            left -= len(data)
+            yield data

@@ -36,6 +36,11 @@ class Proxy:
         self._flowing.set()
         self.refuse()
 
+    def lead_to(self, target: int) -> None:
+        """Lead to another server from now on."""
+        self._target = target
+        self.cut()
+
     # --- what can go wrong ----------------------------------------------------------------------
 
     def stall(self) -> None:

@@ -1,11 +1,12 @@
 """An hour's work in a minute: many jobs, all that can happen to them, and a server killed."""
 
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import redis
@@ -13,7 +14,8 @@ import redis
 from chaos import history as histories
 from chaos.audit import Evidence, Finding, audit, total_of
 from chaos.crew import Crew, Habits
-from chaos.stage import Daemon, client_of, open_jobs, open_node, settled, snapshot
+from chaos.servers import client_of, open_node
+from chaos.stage import Daemon, open_jobs, settled, snapshot
 from emqtimerd import wire
 
 QUEUES = ("orders", "emails", "images")
@@ -47,30 +49,48 @@ format = "json"
 """
 
 
+class Wrong(Exception):
+    """Something does not hold, and was told."""
+
+
+@contextmanager
+def kept_if_wrong(name: str) -> Iterator[Path]:
+    """A directory that goes afterwards, unless there is something to be found out from it."""
+    place = Path(tempfile.mkdtemp(prefix=f"emqtimerd-{name}-"))
+    try:
+        yield place
+    except BaseException:
+        tell(f"logs and data are kept in {place}")
+        raise
+    shutil.rmtree(place)
+
+
 def tell(text: str) -> None:
     """Say how it goes."""
     print(text, flush=True)
 
 
-def report(findings: Sequence[Finding]) -> int:
-    """Print what was found; return 0 if everything holds."""
+def report(findings: Sequence[Finding]) -> None:
+    """Print what was found; raise Wrong if not everything holds."""
     for finding in findings:
         tell(f"{'ok ' if finding.holds else 'NOT'}  {finding.sentence}")
         if not finding.holds and finding.detail:
             tell(f"     {finding.detail}")
-    return 0 if all(finding.holds for finding in findings) else 1
+    wrong = [finding for finding in findings if not finding.holds]
+    if wrong:
+        raise Wrong(f"{wrong[0].sentence}\n  {wrong[0].detail}")
 
 
-def soak(jobs: int, seed: int) -> int:
-    """Run it and return 0 if every number adds up."""
+def soak(jobs: int, seed: int) -> None:
+    """Run it; raise Wrong if a number does not add up."""
     chance = random.Random(seed)
     began = time.monotonic()
     deadline = began + 30 + jobs / FAIR_RATE
-    with tempfile.TemporaryDirectory(prefix="emqtimerd-soak-") as place, ExitStack() as stack:
-        node = stack.enter_context(open_node(Path(place)))
+    with kept_if_wrong("soak") as place, ExitStack() as stack:
+        node = stack.enter_context(open_node(place))
         url, queues = node.url, str(list(QUEUES)).replace("'", '"')
         config = CONFIG.format(url=url, queues=queues, limit=LIMIT)
-        daemon = Daemon("daemon", config, Path(place) / "daemon")
+        daemon = Daemon("daemon", config, place / "daemon")
         stack.callback(daemon.process.kill)
         client = client_of(node)
         crew = stack.enter_context(
@@ -102,7 +122,7 @@ def soak(jobs: int, seed: int) -> int:
         restarts = _restarts(daemon)
         code = daemon.end()
         node.stop()
-        facts = histories.read(histories.file_of(node.directory))
+        facts = histories.read([histories.Part(histories.file_of(node.directory))])
         logged = Counter(
             str(line["job_id"]).encode()
             for line in daemon.records("lease crossed a server restart")
@@ -113,7 +133,7 @@ def soak(jobs: int, seed: int) -> int:
             f"{seconds:6.1f} s  {len(facts.born)} jobs ended, {len(facts.leases)} leases; "
             f"{unknown} sweeps of unknown outcome"
         )
-        return report(
+        report(
             [
                 Finding(not missing, f"all of the crew came back ({missing} did not)"),
                 Finding(not kills, f"the server was killed {len(KILLS_AT) - len(kills)} times"),

@@ -6,47 +6,24 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from chaos.crew import FAR_MS
-from chaos.history import PLACES, file_of
+from chaos.history import PLACES
 from emqtimerd import wire
 from emqtimerd.demo import DaemonProcess
-from emqtimerd.devnode import DevNode
-
-SERVER_ARGS = (
-    # Written before each reply and never put off: what was answered survives SIGKILL.
-    *("--appendfsync", "no"),
-    # The file is the history: a rewrite would forget it.
-    *("--auto-aof-rewrite-percentage", "0"),
-    *("--enable-module-command", "local"),
-)
 
 SOON_MS = FAR_MS // 2
 """What is due later than this is left over on purpose."""
 
 Counted = Counter[tuple[str, ...]]
 """A daemon's counters: (name, label values...) to value."""
-
-
-def open_node(directory: Path) -> DevNode:
-    """A server whose history can be read."""
-    return DevNode(directory / "node", extra_args=SERVER_ARGS)
-
-
-def client_of(node: DevNode, timeout: float = 30.0) -> Any:
-    """A client that sends each command once."""
-    return redis.Redis(
-        port=node.port, retry=Retry(NoBackoff(), 0), socket_timeout=timeout, protocol=2
-    )
 
 
 @dataclass
@@ -225,13 +202,13 @@ class Watch:
 
     INTERVAL_SECONDS = 0.2
 
-    def __init__(self, node: DevNode, daemons: Iterable[Daemon]) -> None:
+    def __init__(self, position: Callable[[], int], daemons: Iterable[Daemon]) -> None:
         self._daemons = tuple(daemons)
-        self._file = file_of(node.directory)
+        self._position = position
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch")
         self._began = time.monotonic()
-        self._sizes: list[tuple[float, int]] = []
+        self._positions: list[tuple[float, int]] = []
         self._ready_by: Mapping[str, float] | None = None
         self.asked = 0
         self.not_ready = 0
@@ -247,6 +224,8 @@ class Watch:
 
     def stop(self) -> None:
         """Look no more."""
+        if not self._thread.is_alive() and not self._ended.is_set():
+            self.failures.append("the watch has died")
         self._ended.set()
         self._thread.join()
 
@@ -255,18 +234,14 @@ class Watch:
         now = time.monotonic()
         self._ready_by = patience and {name: now + seconds for name, seconds in patience.items()}
 
-    def size(self) -> int:
-        """How long the history is now."""
-        return self._file.stat().st_size
-
-    def size_before(self, seconds: float) -> int:
+    def position_before(self, seconds: float) -> int:
         """How long the history was so long ago, or somewhat earlier."""
         when = time.monotonic() - seconds
-        return max((size for at, size in self._sizes if at <= when), default=0)
+        return max((position for at, position in self._positions if at <= when), default=0)
 
     def _run(self) -> None:
         while not self._ended.wait(self.INTERVAL_SECONDS):
-            self._sizes.append((time.monotonic(), self.size()))
+            self._positions.append((time.monotonic(), self._position()))
             for daemon in self._daemons:
                 self._look(daemon)
 

@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import redis
 
@@ -24,8 +22,9 @@ from chaos import history as histories
 from chaos.audit import Evidence, Finding, audit, total_of
 from chaos.crew import Books, Crew, Habits, add_all, schedule
 from chaos.proxy import Proxy
-from chaos.soak import report, tell
-from chaos.stage import Daemon, Watch, client_of, open_jobs, open_node, settled, snapshot
+from chaos.servers import Servers, WatchedPair, client_of, stop_all
+from chaos.soak import kept_if_wrong, report, tell
+from chaos.stage import Daemon, Watch, open_jobs, settled, snapshot
 from emqtimerd import wire
 from emqtimerd.devnode import jobcore_path
 from emqtimerd.jobs import mint_id
@@ -56,7 +55,7 @@ SETTLE_SECONDS = 90.0
 CONFIG = """\
 queues = {queues}
 [node]
-url = "redis://127.0.0.1:{port}/0"
+url = "{url}"
 connect_timeout = "1s"
 timeout = "{timeout:g}s"
 [promote]
@@ -78,6 +77,7 @@ format = "json"
 
 GROUPS = {
     "server": ("server-kill", "server-stop"),
+    "pair": ("failover", "switch"),
     "daemon": ("daemon-stop",),
     "net": ("net-stall", "net-cut", "net-refuse", "net-swallow", "net-break"),
     "data": ("lane", "ghosts", "backlog", "module"),
@@ -86,10 +86,11 @@ GROUPS = {
     "kill": ("daemon-kill",),
 }
 BESIDE = {
-    "data": ("server", "daemon", "net", "reload"),
+    "data": ("server", "pair", "daemon", "net", "reload"),
     "server": ("daemon", "net", "reload"),
-    "net": ("server", "daemon", "reload"),
-    "daemon": ("server", "net"),
+    "pair": ("daemon", "net", "reload"),
+    "net": ("server", "pair", "daemon", "reload"),
+    "daemon": ("server", "pair", "net"),
 }
 """What may happen while something of this group is going on; it ends first."""
 BESIDE_SHARE = 0.35
@@ -114,18 +115,26 @@ class Step:
         return f"{self.kind}{on}{held}" + (f" and in it {self.beside}" if self.beside else "")
 
 
-def plan(seed: int, backlogs: int) -> Iterator[Step]:
+OTHER = {"alone": "pair", "sentinel": "server"}
+"""What cannot happen to these servers: a server that is silent for long is replaced by sentinels,
+and what it answered last is then lost."""
+
+
+def plan(seed: int, backlogs: int, servers: str = "alone") -> Iterator[Step]:
     """What the hand will do: all kinds in a random order, then all again, and so on."""
     chance = random.Random(seed)
-    deck = [kind for kinds in GROUPS.values() for kind in kinds]
+    groups = {name: kinds for name, kinds in GROUPS.items() if name != OTHER[servers]}
+    lines = ("crew",) if servers == "sentinel" else (*LINES, "all")
+    deck = [kind for kinds in groups.values() for kind in kinds]
     while True:
         chance.shuffle(deck)
         for kind in deck:
-            step = _step(chance, kind)
-            group = next(name for name, kinds in GROUPS.items() if kind in kinds)
+            step = _step(chance, kind, lines)
+            group = next(name for name, kinds in groups.items() if kind in kinds)
             if group in BESIDE and chance.random() < BESIDE_SHARE:
-                other = chance.choice(GROUPS[chance.choice(BESIDE[group])])
-                step = replace(step, beside=_step(chance, other))
+                beside = [name for name in BESIDE[group] if name in groups]
+                other = chance.choice(groups[chance.choice(beside)])
+                step = replace(step, beside=_step(chance, other, lines))
             if kind == "backlog":
                 backlogs -= 1
                 if backlogs < 0:
@@ -133,10 +142,10 @@ def plan(seed: int, backlogs: int) -> Iterator[Step]:
             yield step
 
 
-def _step(chance: random.Random, kind: str) -> Step:
+def _step(chance: random.Random, kind: str, lines: Sequence[str]) -> Step:
     who = ""
     if kind.startswith("net"):
-        who = chance.choice((*LINES, "all"))
+        who = chance.choice(lines)
     elif kind.startswith(("daemon", "reload")):
         who = chance.choice(DAEMONS)
     hold = 0.2 if kind in AT_ONCE else chance.uniform(0.3, 5.0)
@@ -149,16 +158,19 @@ def _step(chance: random.Random, kind: str) -> Step:
 class Hand:
     """Does what the plan says, and notes when."""
 
-    def __init__(self, place: Path, stack: ExitStack, seed: int) -> None:
-        self.node = stack.enter_context(open_node(place))
-        self.client: Any = client_of(self.node)
-        self.proxies = {name: stack.enter_context(Proxy(self.node.port)) for name in LINES}
+    def __init__(self, servers: Servers, place: Path, stack: ExitStack, seed: int) -> None:
+        self.servers = stack.enter_context(servers)
+        # Sentinels name the server itself, so nothing stands between it and the daemons then.
+        lines = ("crew",) if servers.name == "sentinel" else LINES
+        port = servers.primary.port
+        self.proxies = {name: stack.enter_context(Proxy(port)) for name in lines}
+        servers.on_change = self.proxies["crew"].lead_to
         self.intervals: dict[str, float] = {}
         self.daemons: dict[str, Daemon] = {}
         for name in DAEMONS:
             self.daemons[name] = Daemon(name, self._config(name), place / name)
             stack.callback(self._end, self.daemons[name])
-        self.watch = stack.enter_context(Watch(self.node, self.daemons.values()))
+        self.watch = stack.enter_context(Watch(servers.position, self.daemons.values()))
         self.crew = stack.enter_context(
             Crew(self.proxies["crew"].port, HABITS, seed, producers=1, workers=WORKERS)
         )
@@ -187,6 +199,9 @@ class Hand:
         self.say(str(step))
         self.watch.calm(None)
         with self._fault(step):
+            if step.kind in GROUPS["pair"] and not step.beside:
+                # Another primary works from now on; the rest is about its replica.
+                self.await_ready()
             if step.beside:
                 time.sleep(step.hold_seconds / 2)
                 with self._fault(step.beside):
@@ -223,13 +238,20 @@ class Hand:
     # --- one method for each kind: begins it, and returns what ends it --------------------------
 
     def _server_kill(self, _: Step) -> Callable[[], None]:
-        self.node.kill()
-        return lambda: void(self.node.start())
+        node = self.servers.primary
+        node.kill()
+        return lambda: void(node.start())
 
     def _server_stop(self, _: Step) -> Callable[[], None]:
-        process = self.node.pid
+        process = self.servers.primary.pid
         signal_process(process, signal.SIGSTOP)
         return partial(signal_process, process, signal.SIGCONT)
+
+    def _failover(self, _: Step) -> Callable[[], None]:
+        return self.servers.fail_over(kill=True)
+
+    def _switch(self, _: Step) -> Callable[[], None]:
+        return self.servers.fail_over(kill=False)
 
     def _daemon_stop(self, step: Step) -> Callable[[], None]:
         daemon = self.daemons[step.who]
@@ -237,17 +259,17 @@ class Hand:
         return partial(daemon.signal, signal.SIGCONT)
 
     def _daemon_kill(self, step: Step) -> Callable[[], None]:
-        daemon, proxy = self.daemons[step.who], self.proxies[step.who]
+        daemon, proxy = self.daemons[step.who], self.proxies.get(step.who)
         # A round tells its numbers when it ends, so they may lack what it did since it began.
-        start = self.watch.size_before(TIMEOUT_SECONDS + SLICE_SECONDS + Watch.INTERVAL_SECONDS)
+        start = self.watch.position_before(TIMEOUT_SECONDS + SLICE_SECONDS + Watch.INTERVAL_SECONDS)
         daemon.kill()
         deadline = time.monotonic() + 5
-        while proxy.connections and time.monotonic() < deadline:
+        while proxy and proxy.connections and time.monotonic() < deadline:
             time.sleep(0.001)
         for _ in range(2):
             # What was still on its way has reached the server, and the file, by then.
-            self.client.ping()
-        self.windows.append((start, self.watch.size()))
+            self.servers.client.ping()
+        self.windows.append((start, self.servers.position()))
         return lambda: daemon.restart(self._config(step.who))
 
     def _reload(self, step: Step) -> None:
@@ -256,7 +278,7 @@ class Hand:
             self.problems.append(f"{daemon.name} did not reload: {self.done[-1]}")
 
     def _net(self, step: Step, fault: Callable[[Proxy], None]) -> Callable[[], None]:
-        proxies = [self.proxies[name] for name in LINES if step.who in (name, "all")]
+        proxies = [proxy for name, proxy in self.proxies.items() if step.who in (name, "all")]
         for proxy in proxies:
             fault(proxy)
 
@@ -288,13 +310,14 @@ class Hand:
         queue = chance.choice(QUEUES)
         place, state = chance.choice((("schedule", "scheduled"), ("active", "active")))
         job_id = b"JOBLANE%d" % step.luck
-        due_ms = self.client.time()[0] * 1_000 + chance.randrange(-5_000, 1_000)
-        pipeline = self.client.pipeline(transaction=True)
+        due_ms = self.servers.client.time()[0] * 1_000 + chance.randrange(-5_000, 1_000)
+        pipeline = self.servers.client.pipeline(transaction=True)
         pipeline.hset(wire.row_key(queue, job_id), mapping={"state": state, "group": "g"})
         pipeline.zadd(wire.queue_key(queue, place), {job_id: due_ms})
         pipeline.execute()
 
         def remove() -> None:
+            pipeline = self.servers.client.pipeline(transaction=True)
             pipeline.zrem(wire.queue_key(queue, place), job_id)
             pipeline.delete(wire.row_key(queue, job_id))
             pipeline.execute()
@@ -305,21 +328,22 @@ class Hand:
         chance = random.Random(step.luck)
         for place in ("pending", "active", "schedule"):
             ids = {b"JOBGHOST%d-%d" % (step.luck, n): 0 for n in range(GHOSTS)}
-            self.client.zadd(wire.queue_key(chance.choice(QUEUES), place), ids)
+            self.servers.client.zadd(wire.queue_key(chance.choice(QUEUES), place), ids)
 
     def _backlog(self, step: Step) -> None:
         queue = random.Random(step.luck).choice(QUEUES)
-        due_ms = self.client.time()[0] * 1_000 + 2_000
+        due_ms = self.servers.client.time()[0] * 1_000 + 2_000
         jobs = [(job_id := mint_id(), _due(queue, job_id, due_ms)) for _ in range(BACKLOG)]
-        self.books.append(add_all(self.node.port, jobs, time.monotonic() + 30))
+        self.books.append(add_all(self.servers.primary.port, jobs, time.monotonic() + 30))
 
     def _module(self, _: Step) -> Callable[[], None]:
-        self.client.execute_command("MODULE", "UNLOAD", "emq")
+        self.servers.client.execute_command("MODULE", "UNLOAD", "emq")
 
         def load() -> None:
-            # A server that was restarted meanwhile has it.
-            with contextlib.suppress(redis.ResponseError):
-                self.client.execute_command("MODULE", "LOAD", str(jobcore_path()))
+            for node in self.servers.nodes:
+                # One that was restarted meanwhile has it.
+                with contextlib.suppress(redis.ResponseError), client_of(node) as client:
+                    client.execute_command("MODULE", "LOAD", str(jobcore_path()))
 
         return load
 
@@ -332,7 +356,7 @@ class Hand:
         self.intervals[name] = max(promote, check)
         return CONFIG.format(
             queues=str(list(QUEUES)).replace("'", '"'),
-            port=self.proxies[name].port,
+            url=self.servers.url(proxy.port if (proxy := self.proxies.get(name)) else 0),
             timeout=TIMEOUT_SECONDS,
             promote=promote,
             check=check,
@@ -346,7 +370,7 @@ class Hand:
         self.crew.stop_producing.set()
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
-            if not self.crew.producing() and open_jobs(self.client, QUEUES) == 0:
+            if not self.crew.producing() and open_jobs(self.servers.client, QUEUES) == 0:
                 break
             time.sleep(0.1)
         self.books += self.crew.end(30)
@@ -369,30 +393,30 @@ def void(_: object) -> None:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def storm(seconds: float, seed: int) -> int:
-    """Run it and return 0 if every number adds up; otherwise print how to see it again."""
-    tell(f"storm: {seconds:g} s of faults, seed {seed}")
-    with tempfile.TemporaryDirectory(prefix="emqtimerd-storm-") as place, ExitStack() as stack:
-        hand = Hand(Path(place), stack, seed)
-        hand.await_ready()
-        for step in plan(seed, max(int(seconds / BACKLOG_EVERY_SECONDS), 1)):
-            if time.monotonic() - hand.began > seconds:
-                break
-            hand.play(step)
-        hand.say("nothing more is broken; what is left comes to its end")
-        hand.settle()
-        findings = _findings(hand)
-    code = report(findings)
-    if code:
-        first = next(finding for finding in findings if not finding.holds)
-        tell(f"\nseed {seed}; the first discrepancy: {first.sentence}\n  {first.detail}")
-        tell("the schedule was:\n" + "\n".join(hand.done))
-        tell(f"again: make chaos SEED={seed} SECONDS={seconds:g}")
-    return code
+def storm(seconds: float, seed: int, servers: str) -> None:
+    """Run it; if a number does not add up, raise Wrong and print how to see it again."""
+    kind = {"alone": Servers, "sentinel": WatchedPair}[servers]
+    tell(f"storm: {seconds:g} s of faults, servers {servers}, seed {seed}")
+    with kept_if_wrong("storm") as place, ExitStack() as stack:
+        hand = Hand(kind(place), place, stack, seed)
+        try:
+            hand.await_ready()
+            for step in plan(seed, max(int(seconds / BACKLOG_EVERY_SECONDS), 1), servers):
+                if time.monotonic() - hand.began > seconds:
+                    break
+                hand.play(step)
+            hand.say("nothing more is broken; what is left comes to its end")
+            hand.settle()
+            report(_findings(hand))
+        except BaseException as error:
+            tell(f"\nseed {seed}; the first discrepancy: {type(error).__name__}: {error}")
+            tell("the schedule was:\n" + "\n".join(hand.done))
+            tell(f"again: make chaos SEED={seed} SECONDS={seconds:g} SERVERS={servers}")
+            raise
 
 
 def _findings(hand: Hand) -> Sequence[Finding]:
-    seen = snapshot(hand.client, QUEUES)
+    seen = snapshot(hand.servers.client, QUEUES)
     counted = settled(hand.daemons.values())
     watch = hand.watch
     blocked = [
@@ -403,9 +427,9 @@ def _findings(hand: Hand) -> Sequence[Finding]:
     ]
     watch.stop()
     codes = [daemon.end() for daemon in hand.daemons.values()]
-    hand.node.stop()
+    stop_all(hand.servers)
     marks = [mark for window in hand.windows for mark in window]
-    facts = histories.read(histories.file_of(hand.node.directory), marks)
+    facts = histories.read(hand.servers.parts(), marks)
     logged: Counter[bytes] = Counter()
     noise: list[str] = []
     for daemon in hand.daemons.values():

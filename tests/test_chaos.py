@@ -58,6 +58,8 @@ def test_a_seed_repeats_the_schedule() -> None:
     assert one == same
     assert one != other
     assert sum(step.kind == "backlog" for step in one) == 1
+    assert not any("failover" in str(step) for step in one)
+    assert any("failover" in str(step) for step in islice(plan(1, 1, "sentinel"), 50))
 
 
 def command(text: str) -> list[bytes]:
@@ -149,6 +151,10 @@ def lose_a_job(given: Evidence) -> None:
     given.books[0].accepted.add(b"JOB2")
 
 
+def leave_the_adding_open(given: Evidence) -> None:
+    given.books[0].accepted.remove(b"JOB1")
+
+
 def add_it_twice(given: Evidence) -> None:
     given.history.take([command("HSET emq:{q}:job:JOB1 state pending payload p attempts 0")])
 
@@ -199,6 +205,7 @@ def log_another_job(given: Evidence) -> None:
     "spoil",
     [
         lose_a_job,
+        leave_the_adding_open,
         add_it_twice,
         complete_it_twice,
         take_it_from_its_worker,

@@ -31,10 +31,12 @@ A handler that may outlast its lease calls `jobs.extend(job, lease_ms=30_000)` n
 any thread.
 
 Each call is one command, sent once. Nothing is sent again behind the caller's back: when the reply
-is lost, the call raises `OutcomeUnknown` and the caller decides. Repeating is safe for every verb
-but a claim (which may have leased a job that nobody works on until its lease ends): pass `enqueue`
-and `schedule` an id from `mint_id`, and a repeat that finds its own first try raises
-`DuplicateJob`; a settling verb that had already worked raises another `Refused`.
+is lost, the call raises `OutcomeUnknown` and the caller decides. A settling verb is safe to repeat:
+if it had already worked, the repeat raises a `Refused`. A claim may have leased a job that nobody
+works on until its lease ends. For `enqueue` and `schedule` pass an id from `mint_id`: a repeat that
+finds its own first try raises `DuplicateJob`. But a first try that was completed meanwhile has left
+nothing behind, and its repeat adds the job once more: whoever repeats these two has jobs that run
+at least once, not exactly once.
 
 The client speaks to one standalone node. `PROMOTE` and `STALLED.CHECK` are not here: they belong to
 the daemon.

@@ -66,7 +66,8 @@ class Told:
 
     def port(self) -> int:
         """Where the daemon's web server listens."""
-        return int(self.wait_told("started")["http"].rpartition(":")[2])
+        # A loaded machine may take long to start an interpreter.
+        return int(self.wait_told("started", timeout=40)["http"].rpartition(":")[2])
 
     def get(self, path: str, timeout: float = 5.0) -> tuple[int, str]:
         """Status and text of one answer."""
@@ -193,7 +194,7 @@ class DaemonProcess(Told):
         """Whether the process has not ended."""
         return self.process.poll() is None
 
-    def ends(self, timeout: float = 10.0) -> int:
+    def ends(self, timeout: float = 20.0) -> int:
         """Wait for the end; return the exit code, negative for a signal."""
         try:
             code = self.process.wait(timeout)
@@ -203,7 +204,7 @@ class DaemonProcess(Told):
             self._reader.join()
         return code
 
-    def stop(self, timeout: float = 10.0) -> int:
+    def stop(self, timeout: float = 20.0) -> int:
         """Ask it to stop and wait for its end."""
         self.send(signal.SIGTERM)
         return self.ends(timeout)

@@ -124,7 +124,7 @@ def test_ready_does_not_wait_for_the_server(
     with Manager(str(tmp_path / "manager")) as manager:
         environ = {"NOTIFY_SOCKET": str(tmp_path / "manager")}
         daemon = launch(config(node.url, ["orders"]), environ=environ)
-        manager.wait_told("READY=1")
+        manager.wait_told("READY=1", timeout=40)
         assert "is not reached yet" in manager.messages[0][1]
         assert daemon.get("/healthz")[0] == 200
         status, reasons = daemon.get("/readyz")
@@ -213,6 +213,7 @@ def test_a_sweep_that_runs_at_the_stop_is_finished(launch: Launch, stub: Stub, n
     daemon = launch(
         config(stub.url, ["orders"], '[log]\nlevel = "debug"\n[promote]\ninterval = "50ms"\n')
     )
+    daemon.wait_told("started", timeout=40)
     wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
     daemon.send(number)
     asked = time.monotonic()
@@ -232,6 +233,7 @@ def test_a_sweep_that_never_ends_is_abandoned_at_the_grace(launch: Launch, stub:
     daemon = launch(
         config(stub.url, ["orders"], node='timeout = "2s"', top='shutdown_grace = "2s"')
     )
+    daemon.wait_told("started", timeout=40)
     wait_until(lambda: stub.count("EMQ.VERSION") == 1, "a round under way")
     daemon.send(signal.SIGTERM)
     asked = time.monotonic()
@@ -248,6 +250,7 @@ def test_no_grace_is_no_wait(launch: Launch, stub: Stub) -> None:
     daemon = launch(
         config(stub.url, ["orders"], node='timeout = "60s"', top='shutdown_grace = "0s"')
     )
+    daemon.wait_told("started", timeout=40)
     wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
     daemon.send(signal.SIGTERM)
     asked = time.monotonic()
@@ -259,6 +262,7 @@ def test_a_second_signal_ends_the_wait(launch: Launch, stub: Stub) -> None:
     """SIGTERM in mid-sweep, twice: a quick exit, no traceback."""
     stub.on("EMQ.PROMOTE", SILENCE)
     daemon = launch(config(stub.url, ["orders"]))
+    daemon.wait_told("started", timeout=40)
     wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
     daemon.send(signal.SIGTERM)
     daemon.wait_told("stopping")
@@ -294,7 +298,7 @@ def test_a_stop_just_after_exec_is_prompt(launch: Launch, stub: Stub) -> None:
 def test_a_hangup_during_the_start_is_no_end(launch: Launch, stub: Stub) -> None:
     """SIGHUP 20 ms after exec: from the program's first line on it never ends the process."""
     daemon = launch(config(stub.url, ["orders"]))
-    wait_until(lambda: daemon.has_handler(signal.SIGHUP), "the first line")
+    wait_until(lambda: daemon.has_handler(signal.SIGHUP), "the first line", timeout=40)
     while not daemon.told("started"):
         assert daemon.running()
         daemon.send(signal.SIGHUP)
@@ -482,7 +486,7 @@ def test_every_reload_is_answered_to_the_manager(
     with Manager(f"\0emqtimerd-{os.getpid()}") as manager:
         good = config(stub.url, ["orders"], node='timeout = "1s"')
         daemon = launch(good, environ={"NOTIFY_SOCKET": f"@emqtimerd-{os.getpid()}"})
-        manager.wait_told("READY=1")
+        manager.wait_told("READY=1", timeout=40)
         daemon.reload(good)
         daemon.reload("queues = [")
         daemon.file.unlink()
@@ -741,17 +745,19 @@ def test_only_configured_queues_are_touched(
 def test_a_job_is_promoted_when_it_is_due(
     open_daemon: Open, node: DevNode, client: redis.Redis
 ) -> None:
-    """Due-time wakes: with an interval of ten seconds, jobs that are scheduled ahead move within
+    """Due-time wakes: with an interval of an hour, jobs that are scheduled ahead move within
     milliseconds of their time."""
     jobs = Jobs(client, "orders")
     for number in range(40):
         jobs.schedule(b"", in_ms=700 + 20 * number)
-    daemon = open_daemon(node.url, ["orders"], promote={"interval": "10s"})
+    daemon = open_daemon(node.url, ["orders"], promote={"interval": "1h"})
     daemon.wait_value(promoted("orders"), 40)
     samples = daemon.scrape()
     name = "emqtimerd_promotion_lateness_seconds"
     assert samples[f"{name}_count"] > 20
-    assert samples[f'{name}_bucket{{le="0.01"}}'] >= samples[f"{name}_count"] / 2
+    # The median. A machine with more to do than it has cores makes any thread wait for its turn.
+    bound = "0.01" if os.getloadavg()[0] < (os.cpu_count() or 1) else "1.0"
+    assert samples[f'{name}_bucket{{le="{bound}"}}'] >= samples[f"{name}_count"] / 2
 
 
 def test_a_lease_is_checked_when_it_expires(
@@ -1059,7 +1065,7 @@ def test_a_log_that_nobody_reads_any_more_is_no_end(stub: Stub, tmp_path: Path) 
     text = config(stub.url, ["orders"], '[promote]\ninterval = "50ms"\n[log]\nlevel = "debug"\n')
     with DaemonProcess(tmp_path, text, output=writer) as daemon:
         os.close(writer)
-        wait_until(lambda: stub.count("EMQ.PROMOTE") > 0, "a sweep")
+        wait_until(lambda: stub.count("EMQ.PROMOTE") > 0, "a sweep", timeout=40)
         os.close(reader)
         stub.on("EMQ.PROMOTE", error("ERR words"), integer(0))
         daemon.send(signal.SIGHUP)
@@ -1075,11 +1081,12 @@ FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 @pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime (apt-get install faketime)")
 def test_sweeps_go_on_when_the_clock_is_set(launch: Launch, stub: Stub, tmp_path: Path) -> None:
-    """Clock jumps: from 1970 to today, an hour back, thirty days ahead: the rhythm stays, memory
-    too, and one line names each jump."""
-    offset = tmp_path / "offset"
+    """Clock jumps: back to 1970 and to today again, an hour back, thirty days ahead: the rhythm
+    stays, memory too, and one line names each jump."""
+    offset, new = tmp_path / "offset", tmp_path / "new"
+    # Not from the start: time.sleep itself, which the web server uses there, may fail then.
+    offset.write_text("+0")
     to_1970 = -int(time.time()) + 86_400
-    offset.write_text(f"{to_1970:+d}")
     environ = {
         "LD_PRELOAD": str(FAKETIME),
         "FAKETIME_TIMESTAMP_FILE": str(offset),
@@ -1096,13 +1103,14 @@ def test_sweeps_go_on_when_the_clock_is_set(launch: Launch, stub: Stub, tmp_path
         return int(status.partition("VmRSS:")[2].split()[0])
 
     before = resident_kb()
-    for number, shift in enumerate((0, -3_600, 30 * 86_400), start=1):
-        offset.write_text(f"{shift:+d}")
+    for number, shift in enumerate((to_1970, 0, -3_600, 30 * 86_400), start=1):
+        new.write_text(f"{shift:+d}")
+        new.rename(offset)
         known, set_at = stub.count("EMQ.PROMOTE"), time.monotonic()
-        daemon.wait_told("the wall clock was set", number, timeout=2)
+        daemon.wait_told("the wall clock was set", number)
         wait_until(lambda k=known: stub.count("EMQ.PROMOTE") >= k + 7, "sweeps go on", 3)  # type: ignore[misc]
         assert time.monotonic() - set_at > 0.8
     jumps = [line["seconds"] for line in daemon.told("the wall clock was set")]
-    assert jumps == pytest.approx([-to_1970, -3_600, 30 * 86_400 + 3_600], abs=1)
+    assert jumps == pytest.approx([to_1970, -to_1970, -3_600, 30 * 86_400 + 3_600], abs=1)
     assert resident_kb() - before < 20_000
-    # No orderly stop: time.sleep itself fails under libfaketime after such jumps.
+    # No orderly stop, for the same reason.

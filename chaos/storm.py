@@ -240,7 +240,11 @@ class Hand:
     def _server_kill(self, _: Step) -> Callable[[], None]:
         node = self.servers.primary
         node.kill()
-        return lambda: void(node.start())
+
+        def start() -> None:
+            node.start()
+
+        return start
 
     def _server_stop(self, _: Step) -> Callable[[], None]:
         process = self.servers.primary.pid
@@ -384,10 +388,6 @@ def signal_process(process: int, number: int) -> None:
     """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
-
-
-def void(_: object) -> None:
-    """Take a result and forget it."""
 
 
 # --- the run ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import signal
 import sys
 
 
@@ -17,6 +18,8 @@ def main() -> int:
     for each in (soak, storm):
         each.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
+    # An order to end is an end like any other: nothing that was started stays behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     from chaos.soak import Wrong
     from chaos.soak import soak as run_soak
     from chaos.storm import storm as run_storm

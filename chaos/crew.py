@@ -236,7 +236,7 @@ def produce(
     waiting: list[New] = []
     minted = 0
     began = time.monotonic()
-    while waiting or (minted < count and not stop.is_set()):
+    while (waiting or (minted < count and not stop.is_set())) and _wanted():
         room = min(BATCH - len(waiting), count - minted)
         if habits.jobs_per_second:
             room = min(room, int((time.monotonic() - began) * habits.jobs_per_second) - minted)
@@ -412,7 +412,7 @@ def work(
     del count, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker, line = Worker(habits, seed), Line(port)
-    while worker.to_end or not finish.is_set():
+    while (worker.to_end or not finish.is_set()) and _wanted():
         now = time.monotonic()
         batch = [held for held in worker.to_end if held.not_before <= now]
         worker.to_end = [held for held in worker.to_end if held.not_before > now]
@@ -427,6 +427,12 @@ def work(
     line.close()
     out.send(worker.books)
     out.close()
+
+
+def _wanted() -> bool:
+    """Whether the process that hired us is there; it may have been killed."""
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()
 
 
 # --- all of them --------------------------------------------------------------------------------

@@ -57,12 +57,16 @@ class Wrong(Exception):
 def kept_if_wrong(name: str) -> Iterator[Path]:
     """A directory that goes afterwards, unless there is something to be found out from it."""
     place = Path(tempfile.mkdtemp(prefix=f"emqtimerd-{name}-"))
+    wrong = False
     try:
         yield place
-    except BaseException:
+    except Exception:
+        wrong = True
         tell(f"logs and data are kept in {place}")
         raise
-    shutil.rmtree(place)
+    finally:
+        if not wrong:
+            shutil.rmtree(place)
 
 
 def tell(text: str) -> None:

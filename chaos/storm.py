@@ -408,7 +408,7 @@ def storm(seconds: float, seed: int, servers: str) -> None:
             hand.say("nothing more is broken; what is left comes to its end")
             hand.settle()
             report(_findings(hand))
-        except BaseException as error:
+        except Exception as error:
             tell(f"\nseed {seed}; the first discrepancy: {type(error).__name__}: {error}")
             tell("the schedule was:\n" + "\n".join(hand.done))
             tell(f"again: make chaos SEED={seed} SECONDS={seconds:g} SERVERS={servers}")

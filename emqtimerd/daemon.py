@@ -256,7 +256,7 @@ class Daemon:
         step = STEP_SECONDS if settings.discovery.enabled else None
         self._timer.set_side_job("discover", self._discover, step)
         # A single server is looked after by its sweeps, where it has any.
-        tended = self._work.nodes.tended or not queues
+        tended = self._work.nodes.watched or not queues
         self._timer.set_side_job("tend", self._tend, TEND_SECONDS if tended else None)
 
     # --- what the timer calls -------------------------------------------------------------------

@@ -236,8 +236,9 @@ def produce(
     waiting: list[New] = []
     minted = 0
     began = time.monotonic()
-    while (waiting or (minted < count and not stop.is_set())) and _wanted():
-        room = min(BATCH - len(waiting), count - minted)
+    while (waiting or (len(books.accepted) < count and not stop.is_set())) and _wanted():
+        # What was not answered is made up for by others.
+        room = min(BATCH, count - len(books.accepted)) - len(waiting)
         if habits.jobs_per_second:
             room = min(room, int((time.monotonic() - began) * habits.jobs_per_second) - minted)
         if stop.is_set():

@@ -60,6 +60,14 @@ PERMISSIONS = (
         lambda _settings, _queue: wire.pack("CLIENT", "SETNAME", "emqtimerd"),
     ),
     Permission(
+        "+cluster|slots",
+        "reads which primary serves which slots, in a cluster",
+        "no primary is known: nothing is swept",
+        lambda _settings, _queue: wire.pack("CLUSTER", "SLOTS"),
+        required=True,
+        needed=lambda settings: settings.node.url.topology == "cluster",
+    ),
+    Permission(
         "+emq.version",
         "reads the capability tokens, on every new connection",
         "the fence is not passed: nothing is swept",

@@ -9,8 +9,10 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +27,8 @@ from emqtimerd.acl import (
     quoted,
 )
 from emqtimerd.config import NodeSettings, Settings
-from emqtimerd.node import Link, Node, NodeFault, Unreachable, open_node
+from emqtimerd.node import FenceRefused, Link, Node, NodeFault, Unreachable, first_fault
+from emqtimerd.topology import Nodes, open_nodes
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -46,13 +49,29 @@ QUEUES_PER_PROBE = 500
 """How many queues share one transaction of probes: the server keeps it, some 0.5 MB, until the
 connection closes."""
 
+NAMES_TRIED = 1_000
+"""How many names are made up to find one that a primary of a cluster would have: it misses one that
+has a hundredth of the slots once in 20,000 times."""
+
 LINES_OF_QUEUES = 20
 """How many healthy queues have a line of their own; `--json` has them all."""
 
 Result: TypeAlias = Literal["pass", "warn", "fail", "skip"]
 
 CHECKS = (
-    *("config", "reach", "tls", "auth", "server", "tokens", "brand", "run_id", "role", "clock"),
+    *(
+        "config",
+        "topology",
+        "reach",
+        "tls",
+        "auth",
+        "server",
+        "tokens",
+        "brand",
+        "run_id",
+        "role",
+        "clock",
+    ),
     *("acl", "sweeps", "queue", "persistence", "memory"),
 )
 """All checks, in the order of their findings."""
@@ -69,23 +88,47 @@ class Finding:
     queue: str | None = None
     exit_code: int = EXIT_FAILED
     """What the command exits with if this is the first failure."""
+    node: str | None = None
+    """Which of several servers it is about."""
 
 
 @dataclass(slots=True)
-class Report:
-    """All findings about one configuration and its node."""
+class NodeReport:
+    """What one server said of itself."""
 
     node: str
-    findings: list[Finding] = field(default_factory=list)
     run_id: str | None = None
     version: str | None = None
     brand: str | None = None
     tokens: tuple[str, ...] = ()
 
+
+@dataclass(slots=True)
+class Report:
+    """All findings about one configuration and its nodes."""
+
+    findings: list[Finding] = field(default_factory=list)
+    nodes: list[NodeReport] = field(default_factory=list)
+
     @property
     def exit_code(self) -> int:
         """The first failure's, which explains the rest."""
         return next((f.exit_code for f in self.findings if f.result == "fail"), EXIT_DONE)
+
+
+@dataclass(slots=True)
+class _Examination:
+    """The checks of one server, as far as they have got."""
+
+    settings: Settings
+    """With the queues that this server has."""
+    node: Node
+    has_brand: bool
+    """Whether the brand's key is here; else another primary of the cluster has it."""
+    takes: Callable[[str], bool]
+    """Whether a queue of this name would be here."""
+    told: NodeReport
+    findings: list[Finding] = field(default_factory=list)
 
     def has(self, result: Result, *checks: str) -> bool:
         """Whether one of these checks ended so."""
@@ -96,32 +139,76 @@ class Report:
 
 
 def examine(settings: Settings, source: str | None = None) -> Report:
-    """Check the configuration, which came from `source`, and its node."""
-    node = open_node(settings.node)
-    report = Report(node.name, list(_configuration(settings, source)))
+    """Check the configuration, which came from `source`, and its nodes."""
+    nodes = open_nodes(settings.node)
+    report = Report(list(_configuration(settings, source)))
     try:
-        _examine_node(report, settings, node)
-    except NodeFault as fault:
-        # It was there a moment ago.
-        report.findings.append(
-            Finding("reach", "fail", fault.message, "run the check again", None, EXIT_UNREACHABLE)
-        )
+        report.findings += _topology(settings, nodes)
+        if not any(f.result == "fail" for f in report.findings):
+            _examine_nodes(report, settings, nodes)
     finally:
-        node.close()
-    _skip_rest(report)
+        nodes.close()
+    if not report.nodes:
+        report.nodes = [NodeReport(nodes.name)]
+    report.findings = _with_skipped(report.findings)
     return report
 
 
-def _skip_rest(report: Report) -> None:
-    """Say of each check that was not made why, and put all findings in order."""
-    failure = next((f.check for f in report.findings if f.result == "fail"), "")
-    made = {finding.check for finding in report.findings}
-    report.findings += [
+def _with_skipped(findings: list[Finding]) -> list[Finding]:
+    """The findings in order, and for each check that was not made, why."""
+    failure = next((f.check for f in findings if f.result == "fail"), "")
+    made = {finding.check for finding in findings}
+    skipped = [
         Finding(check, "skip", f"cannot be checked after the failure of {failure}")
         for check in CHECKS
         if check not in made
     ]
-    report.findings.sort(key=lambda finding: CHECKS.index(finding.check))
+    return sorted([*findings, *skipped], key=lambda finding: CHECKS.index(finding.check))
+
+
+def _topology(settings: Settings, nodes: Nodes) -> Iterator[Finding]:
+    """Who the servers are, where others have to be asked for that."""
+    try:
+        account = nodes.account()
+    except NodeFault as fault:
+        code = EXIT_UNREACHABLE if isinstance(fault, Unreachable) else EXIT_FAILED
+        fix = f"does node.url name {settings.node.url.topology} servers that run?"
+        yield Finding("topology", "fail", fault.message, fix, None, code)
+        return
+    yield Finding("topology", "pass", account.found)
+    for trouble in account.troubles:
+        yield Finding("topology", "warn", trouble, "bring them back, or correct node.url")
+
+
+def _examine_nodes(report: Report, settings: Settings, nodes: Nodes) -> None:
+    shares = dict(nodes.by_node(settings.queues, str))
+    for node in nodes.primaries():
+        own = settings.model_copy(update={"queues": tuple(shares.get(node, ()))})
+        examination = _Examination(
+            own,
+            node,
+            has_brand=node is nodes.brand_node(),
+            takes=partial(_takes, nodes, node),
+            told=NodeReport(node.name),
+        )
+        try:
+            _examine_node(examination)
+        except NodeFault as fault:
+            # It was there a moment ago.
+            fix = "run the check again"
+            examination.findings.append(
+                Finding("reach", "fail", fault.message, fix, None, EXIT_UNREACHABLE)
+            )
+        report.nodes.append(examination.told)
+        found = examination.findings
+        if len(nodes.primaries()) > 1:
+            told = [f for f in _with_skipped(found) if f.check not in ("config", "topology")]
+            found = [replace(finding, node=node.name) for finding in told]
+        report.findings += found
+
+
+def _takes(nodes: Nodes, node: Node, queue: str) -> bool:
+    return nodes.by_node([queue], str)[0][0] is node
 
 
 def _configuration(settings: Settings, source: str | None) -> Iterator[Finding]:
@@ -172,8 +259,8 @@ def _names(queues: Sequence[str], of: int) -> str:
     return ", ".join(queues[:3]) + more
 
 
-def _examine_node(report: Report, settings: Settings, node: Node) -> None:
-    findings = report.findings
+def _examine_node(examination: _Examination) -> None:
+    settings, node, findings = examination.settings, examination.node, examination.findings
     if problem := _tls_file_problem(settings.node):
         findings.append(problem)
         return
@@ -181,24 +268,29 @@ def _examine_node(report: Report, settings: Settings, node: Node) -> None:
         # As the daemon connects, fence included: its faults tell how far that goes.
         with node.link():
             pass
-    except Unreachable as fault:
-        findings += _unreachable(settings.node, fault)
-        return
-    except NodeFault as fault:
+    except NodeFault as latest:
+        fault = first_fault(latest)
+        if isinstance(fault, Unreachable):
+            findings += _unreachable(settings.node, fault)
+            return
+        if isinstance(fault.__cause__, NodeFault):
+            findings += _reached(settings.node, node)
+            findings.append(_brand_elsewhere(fault))
+            return
         # An answer of the fence's own questions is told below, where they are asked one by one.
         if not isinstance(fault.__cause__, wire.ReplyError | wire.ShapeError | None):
             findings += _handshake_refused(settings, fault)
             return
     link = node.dial()
     with contextlib.closing(link):
-        findings += _reached(settings.node, _ask(node, link, wire.TIME)[1])
+        findings += _reached(settings.node, node, _ask(node, link, wire.TIME)[1])
         info = _read_info(node, link)
-        findings += _server(report, settings.node, info)
-        findings += _fence(report, node, link)
-        findings += _process(report, info)
+        findings += _server(examination.told, settings.node, info)
+        findings += _fence(examination, link)
+        findings += _process(examination.told, info)
         findings += _clock(node, link)
-        if not report.has("fail", "tokens", "brand"):
-            findings += _allowed(report, settings, node)
+        if not examination.has("fail", "tokens", "brand"):
+            findings += _allowed(examination)
             findings += _key_types(settings, node, link)
         findings += _durability(info)
 
@@ -240,7 +332,7 @@ def _unreachable(settings: NodeSettings, fault: Unreachable) -> Iterator[Finding
             "ACL LIST shows as on; check --acl prints a rule that makes one"
         )
         yield Finding("auth", "fail", fault.message, fix, None, code)
-    elif settings.url.tls and _listens(settings):
+    elif settings.url.tls and settings.url.topology == "standalone" and _listens(settings):
         yield Finding("reach", "pass", f"{fault.node} answers")
         found = f"{fault.message}: the port is open, but there is no TLS session"
         yield Finding("tls", "fail", found, _not_tls(settings), None, code)
@@ -314,8 +406,11 @@ def _handshake_refused(settings: Settings, fault: NodeFault) -> Iterator[Finding
         yield Finding("server", "fail", fault.message, _FIXES.get(fault.code, ""))
 
 
-def _reached(settings: NodeSettings, seconds: float) -> Iterator[Finding]:
-    answer = f"{settings.url} answers in {seconds * 1000:.1f} ms"
+def _reached(settings: NodeSettings, node: Node, seconds: float | None = None) -> Iterator[Finding]:
+    where = settings.url if settings.url.topology == "standalone" else node.name
+    answer = f"{where} answers"
+    if seconds is not None:
+        answer += f" in {seconds * 1000:.1f} ms"
     yield Finding("reach", "pass", answer)
     yield _tls(settings)
     user = settings.username or settings.url.username
@@ -372,16 +467,16 @@ def _read_info(node: Node, link: Link) -> dict[str, str] | None:
 
 
 def _server(
-    report: Report, settings: NodeSettings, info: dict[str, str] | None
+    told: NodeReport, settings: NodeSettings, info: dict[str, str] | None
 ) -> Iterator[Finding]:
     if info is None:
         yield _denied("server", "INFO")
         return
     kind = "valkey" if "valkey_version" in info else "redis"
-    report.version = info.get(f"{kind}_version", "")
+    told.version = info.get(f"{kind}_version", "")
     # Valkey has both names, as Redis did before it.
     mode = info.get("server_mode") or info.get("redis_mode", "")
-    found = f"{kind} {report.version}, {mode}"
+    found = f"{kind} {told.version}, {mode}"
     if mode == "cluster" and settings.url.topology == "standalone":
         hosts = settings.url.hosts or (("host", 6379),)
         scheme = "rediss+cluster" if settings.url.tls else "redis+cluster"
@@ -395,19 +490,31 @@ def _server(
         yield Finding("server", "pass", found)
 
 
-def _fence(report: Report, node: Node, link: Link) -> Iterator[Finding]:
-    (version, brand), _ = _ask(node, link, wire.VERSION, wire.READ_BRAND)
-    yield from _tokens(report, version)
-    yield _brand(report, brand)
+def _fence(examination: _Examination, link: Link) -> Iterator[Finding]:
+    node, told = examination.node, examination.told
+    (version,), _ = _ask(node, link, wire.VERSION)
+    yield from _tokens(told, version)
+    if examination.has_brand:
+        (brand,), _ = _ask(node, link, wire.READ_BRAND)
+        yield _brand(told, brand)
+    else:
+        yield Finding("brand", "pass", "read on the primary that has its slot")
 
 
-def _tokens(report: Report, reply: wire.Reply) -> Iterator[Finding]:
+def _brand_elsewhere(fault: NodeFault) -> Finding:
+    """The brand of the cluster is wrong, or could not be read: told where it is, and here."""
+    code = EXIT_FENCE if isinstance(fault, FenceRefused) else EXIT_FAILED
+    fix = "see the primary that has the brand's slot"
+    return Finding("brand", "fail", fault.message, fix, None, code)
+
+
+def _tokens(told: NodeReport, reply: wire.Reply) -> Iterator[Finding]:
     if _is_denied(reply):
         yield _denied("tokens", "EMQ.VERSION")
         return
     load = "load the native job core there (loadmodule); emqtimerd devnode starts a node with it"
     try:
-        tokens = report.tokens = wire.read_tokens(reply)
+        tokens = told.tokens = wire.read_tokens(reply)
     except wire.ReplyError as error:
         unknown = error.code == "ERR"
         found = "the server does not know EMQ.VERSION: no EMQ node" if unknown else f"{error}"
@@ -431,7 +538,7 @@ def _tokens(report: Report, reply: wire.Reply) -> Iterator[Finding]:
         yield Finding("tokens", "pass", f"all {len(wire.TOKENS)} of the job core")
 
 
-def _brand(report: Report, reply: wire.Reply) -> Finding:
+def _brand(told: NodeReport, reply: wire.Reply) -> Finding:
     wanted = wire.BRAND.decode()
     if _is_denied(reply):
         return _denied("brand", "GET {emq}:version")
@@ -443,7 +550,7 @@ def _brand(report: Report, reply: wire.Reply) -> Finding:
         return Finding("brand", "fail", f"{{emq}}:version: {error}", fix, None, exit_code)
     except wire.ShapeError as error:
         return Finding("brand", "fail", str(error), "is this a Valkey server?", None, EXIT_FENCE)
-    report.brand = None if brand is None else wire.printable(brand)
+    told.brand = None if brand is None else wire.printable(brand)
     if brand == wire.BRAND:
         return Finding("brand", "pass", wanted)
     if brand is None:
@@ -457,16 +564,16 @@ def _brand(report: Report, reply: wire.Reply) -> Finding:
     return Finding("brand", "fail", found, fix, None, EXIT_FENCE)
 
 
-def _process(report: Report, info: dict[str, str] | None) -> Iterator[Finding]:
+def _process(told: NodeReport, info: dict[str, str] | None) -> Iterator[Finding]:
     """Which server process this is, and whether it is one that takes writes."""
     if info is None:
         yield _denied("run_id", "INFO")
         yield _denied("role", "INFO")
         return
-    report.run_id = info.get("run_id", "")
+    told.run_id = info.get("run_id", "")
     seconds = info.get("uptime_in_seconds", "")
     up = f", up for {_span(int(seconds))}" if seconds.isdigit() else ""
-    yield Finding("run_id", "pass", f"{report.run_id}{up}")
+    yield Finding("run_id", "pass", f"{told.run_id}{up}")
     if info.get("role") == "master":
         yield Finding("role", "pass", "primary")
     else:
@@ -590,9 +697,10 @@ class _Answers:
                 commands.append(permission.command)
 
 
-def _allowed(report: Report, settings: Settings, node: Node) -> Iterator[Finding]:
+def _allowed(examination: _Examination) -> Iterator[Finding]:
+    settings, node = examination.settings, examination.node
     needed = permissions(settings)
-    queues, known = _queues_to_try(settings)
+    queues, known = _queues_to_try(settings, examination.takes)
     answers = _Answers()
     if _denies_exec(node):
         answers.denied["+exec"] = _by_word("+exec")
@@ -615,22 +723,28 @@ def _allowed(report: Report, settings: Settings, node: Node) -> Iterator[Finding
     if not known:
         answers.queues.clear()
     yield from _permissions(settings, answers, len(needed), len(queues) if known else 0)
-    yield from _sweeps(report, answers, len(queues) if known else 0)
+    yield from _sweeps(examination, answers, len(queues) if known else 0)
 
 
 def _by_word(word: str) -> Permission:
     return next(permission for permission in PERMISSIONS if permission.word == word)
 
 
-def _queues_to_try(settings: Settings) -> tuple[Sequence[str], bool]:
+def _queues_to_try(settings: Settings, takes: Callable[[str], bool]) -> tuple[Sequence[str], bool]:
     """The queues to try the permissions on, and whether these are the ones that will be swept."""
     if settings.queues:
         return settings.queues, True
     # With discovery, one that it would take if it were there.
     plain = (re.sub(r"\[(.)[^\]]*\]", r"\1", glob) for glob in settings.discovery.include)
     names = [re.sub(r"[*?]", "x", name) for name in plain]
-    found = [name for name in names if settings.discovers(name)]
-    return found or ["emqtimerd-check"], bool(found)
+    found = [made for name in names for made in _made_up(name, takes) if settings.discovers(made)]
+    return found or list(_made_up("emqtimerd-check", takes)), bool(found)
+
+
+def _made_up(name: str, takes: Callable[[str], bool]) -> Iterator[str]:
+    """The name, or the first that begins so and would be here; none if there is no such."""
+    tries = (name, *(f"{name}-{number}" for number in range(NAMES_TRIED)))
+    yield from islice(filter(takes, tries), 1)
 
 
 def _user(settings: Settings) -> str:
@@ -664,9 +778,9 @@ def _permissions(
         yield Finding("acl", "pass", f"all {commands} commands are allowed{where}")
 
 
-def _sweeps(report: Report, answers: _Answers, queues: int) -> Iterator[Finding]:
+def _sweeps(examination: _Examination, answers: _Answers, queues: int) -> Iterator[Finding]:
     """Whether the node would take the two verbs now, its ACL aside."""
-    if report.has("fail", "role"):
+    if examination.has("fail", "role"):
         yield Finding("sweeps", "skip", "a replica takes none (see role)")
     elif "+multi" in answers.denied:
         yield _denied("sweeps", "MULTI")
@@ -795,7 +909,8 @@ def lines(report: Report, *, color: bool = False) -> Iterable[str]:
         if color:
             word = f"\x1b[{_COLORS[finding.result]}m{word}\x1b[0m"
         # What others wrote (a brand, an error reply, a path) must not reach the terminal's ear.
-        yield f"{word}  {finding.check:{width}}  {wire.escaped(finding.found)}"
+        where = f"{finding.node}: " if finding.node else ""
+        yield f"{word}  {finding.check:{width}}  {wire.escaped(where + finding.found)}"
         if finding.fix:
             yield f"      {'':{width}}  fix: {wire.escaped(finding.fix)}"
         if untold and finding is healthy[LINES_OF_QUEUES - 1]:
@@ -817,17 +932,19 @@ def document(report: Report) -> dict[str, Any]:
         "ok": report.exit_code == EXIT_DONE,
         "nodes": [
             {
-                "node": report.node,
-                "run_id": report.run_id,
-                "version": report.version,
-                "brand": report.brand,
-                "tokens": list(report.tokens),
+                "node": node.node,
+                "run_id": node.run_id,
+                "version": node.version,
+                "brand": node.brand,
+                "tokens": list(node.tokens),
             }
+            for node in report.nodes
         ],
         "checks": [
             {
                 "check": finding.check,
                 "result": finding.result,
+                "node": finding.node,
                 "queue": finding.queue,
                 "found": finding.found,
                 "fix": finding.fix or None,

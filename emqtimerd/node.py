@@ -80,6 +80,11 @@ class BackingOff(Unreachable, NotTried):
         self.last = last
 
 
+def first_fault(fault: NodeFault) -> NodeFault:
+    """Return what was found when the node was last tried."""
+    return fault.last if isinstance(fault, BackingOff) else fault
+
+
 class Replaced(NotTried):
     """Another server process answers than the one that the round was meant for."""
 

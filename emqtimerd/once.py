@@ -9,7 +9,7 @@ from typing import Any
 
 from emqtimerd import wire
 from emqtimerd.config import Settings
-from emqtimerd.node import BackingOff, FenceRefused, Identity, Node, NodeFault, Unreachable
+from emqtimerd.node import FenceRefused, Identity, Node, NodeFault, Unreachable, first_fault
 from emqtimerd.sweeper import (
     Blocked,
     Expiry,
@@ -161,7 +161,7 @@ def _pass_fences(nodes: Nodes, queues: Sequence[str], report: Report) -> None:
             with node.link():
                 report.nodes[node.name] = node.identity
         except NodeFault as fault:
-            faults.append(fault.last if isinstance(fault, BackingOff) else fault)
+            faults.append(first_fault(fault))
     if faults and len(faults) == len(shares):
         raise faults[0]
 

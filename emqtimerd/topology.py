@@ -15,7 +15,6 @@ from typing import ClassVar, NoReturn, TypeVar
 from emqtimerd import wire
 from emqtimerd.config import NodeSettings
 from emqtimerd.node import (
-    BackingOff,
     Connection,
     FenceRefused,
     Node,
@@ -23,6 +22,7 @@ from emqtimerd.node import (
     NotReady,
     Unreachable,
     connector,
+    first_fault,
     host_and_port,
     open_node,
     sentinel_connector,
@@ -52,9 +52,19 @@ BRAND_SLOT = wire.slot_of_tag(b"emq")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Who the primaries are, in words, and what is wrong with those who say so."""
+
+    found: str
+    troubles: tuple[str, ...] = ()
+
+
 class Nodes:
     """The servers behind one address. This one is for an address of a single server."""
 
+    watched: ClassVar[bool] = False
+    """Whether the primaries may change, so that `tend` has to look."""
     tended: ClassVar[bool] = False
     """Whether `tend` connects to all nodes, those that failed too: rounds need not wait for it."""
 
@@ -90,6 +100,10 @@ class Nodes:
         """Return the server that has the brand."""
         return self._node
 
+    def account(self) -> Account:
+        """Tell who the primaries are and who says so. Raises NodeFault."""
+        return Account("one server")
+
     def close(self) -> None:
         """Close the connections."""
         self._node.close()
@@ -113,6 +127,8 @@ class SentinelNodes(Nodes):
     They are asked at each connection, so what follows a failover is no more than a reconnect.
     """
 
+    watched = True
+
     def __init__(self, settings: NodeSettings) -> None:
         self._sentinels = _Sentinels(settings)
         self._connect = connector(settings)
@@ -135,6 +151,21 @@ class SentinelNodes(Nodes):
         if time.monotonic() >= self._asked_at + SENTINEL_SECONDS:
             with contextlib.suppress(NodeFault):
                 self.refresh()
+        super().tend()
+
+    def account(self) -> Account:
+        """Ask each sentinel. Raises Unreachable if none names a primary."""
+        answers = self._sentinels.ask_all()
+        named = [answer for answer in answers if not isinstance(answer, NodeFault)]
+        first = host_and_port(*self._sentinels.primary())
+        agree = sum(host_and_port(*answer) == first for answer in named)
+        troubles = [str(answer) for answer in answers if isinstance(answer, NodeFault)]
+        if agree < len(named):
+            others = sorted({host_and_port(*answer) for answer in named} - {first})
+            troubles.append(f"other sentinels name {', '.join(others)}")
+        return Account(
+            f"{self.name} is {first}, say {agree} of {len(answers)} sentinels", tuple(troubles)
+        )
 
     def _dial(self) -> Connection:
         if self._node.fault() is not None:
@@ -178,6 +209,16 @@ class _Sentinels:
         raise Unreachable(
             self._master, troubles[0].code, f"no sentinel names the primary: {_told(troubles)}"
         )
+
+    def ask_all(self) -> list[tuple[str, int] | NodeFault]:
+        """Return what each of them says."""
+        answers: list[tuple[str, int] | NodeFault] = []
+        for sentinel in self._order:
+            try:
+                answers.append(self._ask(sentinel))
+            except NodeFault as fault:
+                answers.append(fault)
+        return answers
 
     def _ask(self, sentinel: Node) -> tuple[str, int]:
         command = wire.pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master)
@@ -297,7 +338,7 @@ class ClusterNodes(Nodes):
     waits for it.
     """
 
-    tended = True
+    watched = tended = True
 
     def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
@@ -360,6 +401,16 @@ class ClusterNodes(Nodes):
         """Close the connections to all primaries."""
         for node in self.primaries():
             node.close()
+
+    def account(self) -> Account:
+        """Tell how many primaries there are, and how many slots nobody serves."""
+        self.refresh()
+        known = self._map
+        served = sum(part.last + 1 - part.first for part in known.ranges) if known else 0
+        count = len(self.primaries())
+        found = f"{count} {'primary serves' if count == 1 else 'primaries serve'} {served} slots"
+        lost = SLOTS - served
+        return Account(found, (f"nobody serves the other {lost}",) if lost else ())
 
     # --- the slot map ---------------------------------------------------------------------------
 
@@ -518,13 +569,13 @@ class ClusterNodes(Nodes):
             with owner.link():
                 known.branded = self._branded = True
         except NodeFault as fault:
-            last = fault.last if isinstance(fault, BackingOff) else fault
-            if not isinstance(last, FenceRefused):
+            first = first_fault(fault)
+            if not isinstance(first, FenceRefused):
                 raise
             self._branded = False
             for node in known.nodes.values():
                 node.drop_idle()
-            raise last from fault
+            raise FenceRefused(first.node, first.code, first.message) from fault
 
 
 # --- what both ask ------------------------------------------------------------------------------

@@ -482,7 +482,7 @@ def test_the_page_about_the_acl_is_true() -> None:
 
 def test_the_document_has_the_rule_and_the_reasons() -> None:
     """`check --acl --json`: the same rule, and each command with what it is for."""
-    settings = settings_for("redis://h", **EVERYTHING)
+    settings = settings_for("redis+cluster://h", **EVERYTHING)
     told = json.loads(json.dumps(acl_document(settings)))
     assert told["rule"] == acl_rule(settings)
     assert [each["word"] for each in told["commands"]] == [p.word for p in PERMISSIONS]
@@ -661,7 +661,8 @@ def test_a_node_that_goes_away_meanwhile(monkeypatch: pytest.MonkeyPatch) -> Non
         def dial_once() -> Any:
             return dials.pop()() if dials else BrokenDial()
 
-        monkeypatch.setattr(checks, "open_node", lambda _: Node("stub", dial_once, 5))
+        stand_in = Nodes(Node("stub", dial_once, 5))
+        monkeypatch.setattr(checks, "open_nodes", lambda _: stand_in)
         stub.on("GET", bulk(wire.BRAND))
         gone = examine(settings)
     for report, server in ((broken, "pass"), (gone, "skip")):
@@ -921,7 +922,7 @@ def test_the_command_prints_lines(node: DevNode) -> None:
     assert "\x1b" not in done.stdout
     passed = "pass  acl          all 14 commands are allowed on the keys of 1 queue"
     assert passed in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1] == "15 passed, 1 to look at, 0 failed, 0 skipped"
+    assert done.stdout.splitlines()[-1] == "16 passed, 1 to look at, 0 failed, 0 skipped"
 
 
 def test_the_command_prints_one_document(node: DevNode) -> None:

@@ -19,8 +19,10 @@ from server_sets import MASTER, Cluster, Sentinels, ask, lease, pending, schedul
 from stub import NIL, SILENCE, Stub, array, bulk, error
 
 from emqtimerd import wire
+from emqtimerd.acl import acl_words
+from emqtimerd.check import Finding, Report, examine
 from emqtimerd.chronicle import Chronicle
-from emqtimerd.config import Settings
+from emqtimerd.config import DiscoverySettings, Settings
 from emqtimerd.ledger import Ledger
 from emqtimerd.log import open_log
 from emqtimerd.node import FenceRefused, NodeFault, NotReady, Unreachable
@@ -308,7 +310,11 @@ def test_no_job_is_lost_while_slots_move(cluster: Cluster, open_daemon: Open, wa
             wait_until(lambda: owner(cluster, slot) == second.port, "the slot has moved")
         else:
             with cluster.moving(moving, first, second):
-                wait_until(lambda: errors(daemon, "TRYAGAIN") >= 3, "sweeps meet a half-moved slot")
+                # ASK where all keys that a verb names have left, TRYAGAIN where some have.
+                wait_until(
+                    lambda: errors(daemon, "TRYAGAIN") + errors(daemon, "ASK") >= 3,
+                    "sweeps meet a half-moved slot",
+                )
         made = len(producer.made[moving])
         wait_until(lambda: len(producer.made[moving]) > made + 5, "jobs are made after the move")
     made_there = producer.made[moving] | {b"JOBlater%d" % n for n in range(20)}
@@ -520,6 +526,43 @@ def test_slots_that_nobody_serves_are_told(cluster: Cluster) -> None:
     assert (one["error"][0]["code"], other["error"]) == ("CLUSTERDOWN", None)
 
 
+@slow
+def test_check_examines_every_primary(cluster: Cluster) -> None:
+    """Each primary with its own queues, the brand where it is; the smallest ACL is enough."""
+    with_queue, *_ = cluster.primaries
+    (queue,) = cluster.queues_of(with_queue)
+    found = {"enabled": True}
+    settings = settings_of(cluster.url.replace("//", "//small:pw@"), [queue])
+    settings = settings.model_copy(update={"discovery": DiscoverySettings.model_validate(found)})
+    words = [">pw", *acl_words(settings)]
+    for node in cluster.primaries:
+        with connect(node) as client:
+            ask(client, "ACL", "SETUSER", "small", "reset", "on", *words)
+            ask(client, "ACL", "LOG", "RESET")
+    report = examine(settings)
+    assert [f for f in report.findings if f.result == "fail"] == []
+    names = [f"127.0.0.1:{node.port}" for node in cluster.primaries]
+    assert [node.node for node in report.nodes] == names
+    assert the(report, "topology").found == "3 primaries serve 16384 slots"
+    assert {f.node for f in report.findings if f.check == "acl"} == set(names)
+    assert all(f.result == "pass" for f in report.findings if f.check in ("acl", "sweeps"))
+    (told,) = [f for f in report.findings if f.check == "queue" and f.queue]
+    assert told.node == f"127.0.0.1:{with_queue.port}"
+    with cluster.client_of_slot(wire.slot_of_tag(b"emq")) as client:
+        client.set(wire.BRAND_KEY, "echomq:4.0.0")
+    report = examine(settings)
+    assert report.exit_code == 4
+    assert [f.result for f in report.findings if f.check == "brand"] == ["fail"] * 3
+    for node in cluster.primaries:
+        with connect(node) as client:
+            assert ask(client, "ACL", "LOG") == []
+
+
+def the(report: Report, check: str) -> Finding:
+    (finding,) = [finding for finding in report.findings if finding.check == check]
+    return finding
+
+
 def test_a_single_server_is_no_cluster(node: Any) -> None:
     """An address that says Cluster of a server that is none is told so."""
     url = node.url.replace("redis://", "redis+cluster://").removesuffix("/0")
@@ -593,6 +636,23 @@ def test_once_sweeps_the_primary_that_the_sentinels_name(sentinels: Sentinels) -
         (node,) = report["nodes"]
         assert node["node"] == MASTER
         assert node["run_id"] == client.info("server")["run_id"]
+
+
+@slow
+def test_check_asks_every_sentinel(sentinels: Sentinels) -> None:
+    """Who does not answer is told, and the primary that the others name is examined."""
+    sentinels.kill_sentinel(1)
+    report = examine(settings_of(sentinels.url, ["orders"]))
+    told = [f for f in report.findings if f.check == "topology"]
+    primary = primary_of(sentinels)
+    assert [f.result for f in told] == ["pass", "warn"]
+    assert told[0].found == f"main is 127.0.0.1:{primary.port}, say 2 of 3 sentinels"
+    assert f"127.0.0.1:{sentinels.ports[1]}: cannot connect" in told[1].found
+    assert report.exit_code == 0
+    assert the(report, "role").found == "primary"
+    for number in (0, 2):
+        sentinels.kill_sentinel(number)
+    assert examine(settings_of(sentinels.url, ["orders"])).exit_code == 3
 
 
 @slow

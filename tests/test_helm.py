@@ -866,7 +866,6 @@ def test_the_pod_runs_answers_its_probes_in_both_families_and_ends_within_its_gr
     serve_and_stop(command, variables, daemon(manifests), port)
 
 
-@pytest.mark.xfail(reason="nobody connects to the node while a shard has no queue")
 def test_a_shard_without_a_queue_is_as_ready_as_the_others(
     helm: Helm, node: DevNode, tmp_path: Path
 ) -> None:

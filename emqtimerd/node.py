@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import hiredis
@@ -630,8 +631,8 @@ def open_node(settings: NodeSettings) -> Node:
     url = settings.url
     if url.scheme == "unix":
         options = _options(settings) | _login(settings) | {"path": url.socket, "db": url.db}
-        unix: Callable[..., Connection] = _UnixConnection
-        return Node(url.socket, lambda: unix(**options), settings.timeout_seconds)
+        dial = partial(_connection, _UnixConnection, **options)
+        return Node(url.socket, dial, settings.timeout_seconds)
     host, port = url.hosts[0]
     connect = connector(settings)
     return Node(host_and_port(host, port), lambda: connect(host, port), settings.timeout_seconds)
@@ -657,14 +658,21 @@ def sentinel_connector(settings: NodeSettings, patience_seconds: float) -> Conne
 def _connector(options: dict[str, Any], tls: TlsSettings | None) -> Connector:
     kind = redis.Connection if tls is None else _TlsConnection
     options = options if tls is None else options | _tls(tls)
-    return lambda host, port: kind(host=host, port=port, **options)
+    return lambda host, port: _connection(kind, host=host, port=port, **options)
+
+
+def _connection(kind: Callable[..., Connection], **options: Any) -> Connection:
+    connection = kind(**options)
+    # No CLIENT SETINFO: an ACL with little more than the two verbs must do. An option will not:
+    # to redis-py 7 its absence means the default.
+    connection.driver_info = None
+    return connection
 
 
 def _options(settings: NodeSettings) -> dict[str, Any]:
     return {
-        # RESP2, and no CLIENT SETINFO: an ACL with little more than the two verbs must do.
+        # No HELLO either.
         "protocol": 2,
-        "driver_info": None,
         "socket_connect_timeout": settings.connect_timeout_seconds,
         "socket_timeout": settings.timeout_seconds,
         # One arrival a sweep: a verb whose reply is late must never be sent again by itself.

@@ -400,13 +400,6 @@ def read_time_ms(reply: Reply) -> float:
     raise _unexpected("TIME", reply)
 
 
-def read_count(command: str, reply: Reply) -> int:
-    """Read a plain count such as ZCARD's."""
-    if type(reply) is int and reply >= 0:
-        return reply
-    raise _unexpected(command, reply)
-
-
 @dataclass(frozen=True, slots=True)
 class Lease:
     """One lease as the peek saw it: deadline in server milliseconds, stamp or None."""

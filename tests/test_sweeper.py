@@ -265,13 +265,13 @@ def test_a_pipeline_may_move_no_more_than_its_share(
 
 def test_queues_that_were_idle_share_pipelines(stub: Stub, open_to: Callable[..., Node]) -> None:
     """Case "Idle cost": what moved nothing last time costs one command in a large pipeline."""
-    orders = [Sweep(f"q{number}", "promote", 100) for number in range(1_200)]
+    orders = [Sweep(f"q{number}", "promote", 100) for number in range(2_200)]
     node = open_to(stub.url)
     sweep_all(node, orders)
     stub.arrivals.clear()
     sweep_all(node, orders)
-    assert stub.pipelines("EMQ.PROMOTE") == [500, 500, 200]
-    assert len(stub.arrivals) == 3 + 2 * 1_200
+    assert stub.pipelines("EMQ.PROMOTE") == [1_000, 1_000, 200]
+    assert len(stub.arrivals) == 3 + 2 * 2_200
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -37,6 +37,7 @@ def broken_relations(settings: Settings, listed: Collection[str] | None) -> Iter
     """Every relation that does not hold; `listed` are the queues that any source lists, and None
     when they were chosen by hand, so that the file's overrides are not expected to fit."""
     yield from _shutdown(settings)
+    yield from _base_in_cluster(settings)
     yield from _credentials(settings)
     yield from _tls(settings)
     yield from _sentinel(settings)
@@ -63,6 +64,18 @@ def _shutdown(settings: Settings) -> Iterator[Relation]:
             "while its reply is still in time; raise it, lower node.timeout, or do not wait at "
             'all with "0s"',
             (("node", "timeout"),),
+        )
+
+
+def _base_in_cluster(settings: Settings) -> Iterator[Relation]:
+    if settings.node.base == "arg" and settings.node.url.topology == "cluster":
+        # The base as a key is what makes the server answer TRYAGAIN while a slot moves key by key.
+        # Without it a sweep could run there and take ids whose rows have left for ghosts.
+        yield Relation(
+            ("node", "base"),
+            'must be "key" in a cluster: while a slot moves, only the base among the keys keeps a '
+            "sweep from running on half of its rows",
+            (URL,),
         )
 
 

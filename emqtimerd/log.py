@@ -59,7 +59,9 @@ def open_log(
     log: Log = structlog.wrap_logger(
         structlog.WriteLogger(_Steadfast(output)),  # type: ignore[arg-type]  # all that it calls
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(settings.level),
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[settings.level.upper()]
+        ),
     )
     _take_in_standard_records(log)
     return log

@@ -39,6 +39,10 @@ REQUEST_SECONDS = 3.0
 """How long a request may take to arrive, in all and not for each byte. It is a packet or two:
 three seconds leave room for a lost one to be sent again, and a client that drips costs little."""
 
+CROWDED_SECONDS = 0.1
+"""The same while others wait for a thread: a packet of an honest client is there at once, and a
+probe behind a full line of clients that drip then gets its turn within a second."""
+
 RESPONSE_SECONDS = 30.0
 """How long a client may take to read its answer, in all: three times Prometheus' own patience."""
 
@@ -231,17 +235,25 @@ class _DeadlineSocket(socket.socket):
     """
 
     deadline = float("inf")
-
-    def _hurry(self) -> None:
-        left = max(self.deadline - time.monotonic(), MIN_WAIT_SECONDS)
-        self.settimeout(min(left, RESPONSE_SECONDS))
+    crowded_deadline = float("inf")
+    """The deadline of what is read while `crowded`."""
+    crowded: Callable[[], bool] = staticmethod(lambda: False)
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self._hurry()
-        return super().recv_into(*args, **kwargs)
+        while True:
+            deadline = self.crowded_deadline if self.crowded() else self.deadline
+            left = max(deadline - time.monotonic(), MIN_WAIT_SECONDS)
+            # A crowd may come while we wait.
+            self.settimeout(min(left, CROWDED_SECONDS))
+            try:
+                return super().recv_into(*args, **kwargs)
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
 
     def send(self, *args: Any, **kwargs: Any) -> int:
-        self._hurry()
+        left = max(self.deadline - time.monotonic(), MIN_WAIT_SECONDS)
+        self.settimeout(min(left, RESPONSE_SECONDS))
         return super().send(*args, **kwargs)
 
 
@@ -270,10 +282,13 @@ class _Connection(server.HTTPConnection):
 
     def __init__(self, server: Any, sock: socket.socket, makefile: Any = makefile.MakeFile) -> None:
         timed = _DeadlineSocket(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        timed.crowded = lambda: server.requests.qsize > 0
         super().__init__(server, timed, makefile)
 
     def communicate(self) -> Any:
-        self.socket.deadline = time.monotonic() + REQUEST_SECONDS
+        now = time.monotonic()
+        self.socket.deadline = now + REQUEST_SECONDS
+        self.socket.crowded_deadline = now + CROWDED_SECONDS
         return super().communicate()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

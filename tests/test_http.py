@@ -345,6 +345,17 @@ def test_clients_that_drip_are_cut_off_and_probes_get_through(
     assert max(lasted) < 8
 
 
+def test_a_line_of_clients_that_say_half_does_not_hold_up_a_probe(server: HttpServer) -> None:
+    """A thread that others wait for leaves a silent client sooner than one that nobody needs."""
+    with ExitStack() as stack:
+        for _ in range(web.THREADS * 6):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        started = time.monotonic()
+        assert ask(server, "/healthz", timeout=8).status == 200
+        assert time.monotonic() - started < web.REQUEST_SECONDS
+
+
 def test_a_request_that_stops_half_way_is_told_so(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

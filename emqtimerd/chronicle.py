@@ -92,6 +92,14 @@ class Chronicle:
             self._peekless &= set(names)
             self._restarts = {n: report for n, report in self._restarts.items() if n in names}
 
+    def forget_nodes(self) -> None:
+        """Forget how the nodes were: others have taken their place, or these in another way."""
+        with self._lock:
+            self._down.clear()
+            self._up.clear()
+            self._peekless.clear()
+            self._restarts.clear()
+
     # --- queues ---------------------------------------------------------------------------------
 
     def tell(self, results: Sequence[SweepResult]) -> None:

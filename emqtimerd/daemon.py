@@ -221,6 +221,7 @@ class Daemon:
             self._chronicle.tell_to(self._log)
         if settings.node != self._settings.node:
             old_nodes = self._work.nodes
+            self._chronicle.forget_nodes()
             self._work = self._open_work(settings)
             old_nodes.close()
             self._found, self._found_new = frozenset(), None

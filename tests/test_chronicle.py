@@ -76,6 +76,24 @@ def test_a_node_is_told_of_when_it_changes(book: Book, chronicle: Chronicle) -> 
     assert book.take() == ["node up"]
 
 
+def test_nodes_that_were_left_are_told_of_anew(book: Book, chronicle: Chronicle) -> None:
+    """A reload may lead to another node and back: how that one stands is news again."""
+    chronicle.node_up(NODE, BEFORE)
+    chronicle.restarted(NODE, None, BEFORE, ["orders"])
+    chronicle.tell([checked("orders", 5)])
+    assert book.take() == ["node up", FIRST]
+    chronicle.forget_nodes()
+    chronicle.tell([checked("orders", 0)])
+    assert book.take() == []
+    chronicle.node_down(NODE, LOST)
+    chronicle.forget_nodes()
+    chronicle.node_down(NODE, LOST)
+    chronicle.forget_nodes()
+    chronicle.node_up(NODE, BEFORE)
+    assert book.last("node up")["after"] is None
+    assert book.take() == ["node down", "node down", "node up"]
+
+
 def test_tokens_that_are_missing_are_named(book: Book, chronicle: Chronicle) -> None:
     """A node that serves the two verbs will do; what else it lacks is said."""
     identity = Identity("a" * 40, "9.1.2", "echomq:6.0.0", ("promote", "stalled.check"), 0.0)

@@ -250,10 +250,17 @@ def demo() -> None:
     from emqtimerd.demo import run_demo
     from emqtimerd.devnode import DevNodeError
 
+    # Whatever ends it, the daemon and the node that it started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = run_demo(sys.stdout, live=sys.stdout.isatty())
     except DevNodeError as error:
         _refuse(str(error))
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        code = 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(code)
 
 

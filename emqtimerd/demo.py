@@ -7,6 +7,8 @@ its own, and what the table and the summary say is read from its metrics and fro
 import http.client
 import json
 import random
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -115,9 +117,9 @@ class Cast:
         self.producing = threading.Event()
         self.working = threading.Event()
         self._threads = [
-            threading.Thread(target=self._produce, name="demo-producer"),
+            threading.Thread(target=self._produce, name="demo-producer", daemon=True),
             *(
-                threading.Thread(target=self._work, args=(n,), name=f"demo-worker-{n}")
+                threading.Thread(target=self._work, args=(n,), name=f"demo-worker-{n}", daemon=True)
                 for n in range(WORKERS)
             ),
         ]
@@ -274,11 +276,11 @@ def run_demo(output: IO[str], *, live: bool) -> int:
         place = Path(directory)
         with DevNode(place / "node") as node:
             daemon = DaemonProcess(CONFIG.format(url=node.url), place)
-            console.print(f"EMQ node  {node.url} (Valkey with the job core; its data has an AOF)")
-            console.print(
-                f"daemon    {daemon.page} (a process of its own; this is its status page)"
-            )
             try:
+                console.print(
+                    f"EMQ node  {node.url} (Valkey with the job core; its data has an AOF)\n"
+                    f"daemon    {daemon.page} (a process of its own; this is its status page)"
+                )
                 return Story(node, daemon, console).play(live=live)
             finally:
                 daemon.process.kill()
@@ -308,16 +310,19 @@ class Story:
         ]
         self._begun = time.monotonic()
         self._cast.start()
-        with self._screen(live=live) as show:
-            while acts or not self._is_settled():
-                if acts and self._now() >= acts[0][0]:
-                    acts.pop(0)[1]()
-                elif not acts and self._now() > PRODUCE_UNTIL + SETTLE_SECONDS:
-                    break
+        try:
+            with self._screen(live=live) as show:
+                while acts or not self._is_settled():
+                    if acts and self._now() >= acts[0][0]:
+                        acts.pop(0)[1]()
+                    elif not acts and self._now() > PRODUCE_UNTIL + SETTLE_SECONDS:
+                        break
+                    show()
+                    time.sleep(0.25)  # the pace of the table
                 show()
-                time.sleep(0.25)  # the pace of the table
-            show()
-        self._cast.stop()
+        finally:
+            # Also after Ctrl-C: they insist on their calls, and the server may be gone.
+            self._cast.stop()
         return self._sum_up()
 
     def _now(self) -> float:
@@ -389,7 +394,7 @@ class Story:
         )
 
     def _table(self) -> Table:
-        table = Table(box=SIMPLE)
+        table = Table(box=SIMPLE, padding=0)
         for index, column in enumerate(("queue", *self._row(ORDERS))):
             table.add_column(column, justify="right" if index else "left")
         for queue in QUEUES:
@@ -437,7 +442,7 @@ class Story:
         self._console.print()
         for sentence, holds in checks:
             self._console.print(f"{'ok ' if holds else 'NOT'}  {sentence}", soft_wrap=True)
-        self._console.print(NEXT, soft_wrap=True)
+        self._console.print(NEXT.format(emqtimerd=_own_command()), soft_wrap=True)
         return 0 if all(holds for _, holds in checks) else 1
 
     def _checks(self, counted: Mapping[tuple[str, ...], float]) -> Iterator[tuple[str, bool]]:
@@ -483,5 +488,10 @@ class Story:
 
 
 NEXT = """
-Next: `emqtimerd devnode` in one terminal, `emqtimerd run --queue orders` in another;
-      `emqtimerd once --queue orders --json` sweeps ad hoc and says what it did."""
+Next: `{emqtimerd} devnode` in one terminal, `{emqtimerd} run --queue orders` in another;
+      `{emqtimerd} once --queue orders --json` sweeps ad hoc and says what it did."""
+
+
+def _own_command() -> str:
+    """How to type this command: by its name where the shell finds it, else by its path."""
+    return "emqtimerd" if shutil.which("emqtimerd") else shlex.quote(sys.argv[0])

@@ -143,6 +143,8 @@ def sweep_once(
                 known[result.queue].add(result)
     except NodeFault as fault:
         report.fault = fault
+        for queue in report.queues:
+            queue.unswept |= not queue.passes
     finally:
         nodes.close()
     return report

@@ -645,7 +645,9 @@ def _refuse(
 ) -> None:
     """Narrow a sweep that a row refuses, down to the row itself; any other error is final."""
     result = course.result
-    if error.code != "EMQSTATE":
+    # A row's key that holds another type stands in the way like a row that is refused.
+    by_row = error.code == "EMQSTATE" or (error.code == "WRONGTYPE" and "}:job:" in str(error))
+    if not by_row:
         result.failure = Failure(error.code, str(error))
         course.sweep.expected = -1
     elif course.allowance > 1:

@@ -13,8 +13,11 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from stub import Stub
 
+from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode, find_server, packaged_server
+from emqtimerd.node import Node, open_node
 from emqtimerd.wire import BRAND, BRAND_KEY
 
 # How long an example takes says more about the machine than about the code. In CI, the same
@@ -177,3 +180,25 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., DevNode]]:
     for node in own:
         node.stop()
         _nodes.remove(node)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """A scripted server, which answers, delays and breaks as it is told."""
+    with Stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def open_to() -> Iterator[Callable[..., Node]]:
+    """Opens nodes by URL and other settings of `[node]`; all are closed at the end."""
+    opened: list[Node] = []
+
+    def open_(url: str, **settings: Any) -> Node:
+        settings = {"timeout": "5s", **settings, "url": url}
+        opened.append(open_node(Settings.model_validate({"node": settings}).node))
+        return opened[-1]
+
+    yield open_
+    for node in opened:
+        node.close()

@@ -49,12 +49,6 @@ Open = Callable[..., DaemonThread]
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        yield stub
-
-
-@pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     """Starts daemons as processes; all end with the test."""
     with ExitStack() as stack:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from conftest import wait_until
 
 pytestmark = pytest.mark.slow

@@ -66,12 +66,6 @@ def search() -> Iterator[Callable[..., Search]]:
         yield open_
 
 
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        yield stub
-
-
 def add(client: redis.Redis, queue: str, name: str = "schedule") -> None:
     client.zadd(wire.queue_key(queue, name), {"JOB1": 1})
 

@@ -35,7 +35,6 @@ from stub import (
 
 from emqtimerd import node as nodes
 from emqtimerd import wire
-from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
 from emqtimerd.node import (
     BackingOff,
@@ -46,31 +45,9 @@ from emqtimerd.node import (
     NotReady,
     ServerClock,
     Unreachable,
-    open_node,
 )
 
 PING = wire.pack("PING")
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        yield stub
-
-
-@pytest.fixture
-def open_to() -> Iterator[Callable[..., Node]]:
-    """Opens nodes by URL and other settings of `[node]`; all are closed at the end."""
-    opened: list[Node] = []
-
-    def open_(url: str, **settings: Any) -> Node:
-        settings = {"timeout": "5s", **settings, "url": url}
-        opened.append(open_node(Settings.model_validate({"node": settings}).node))
-        return opened[-1]
-
-    yield open_
-    for node in opened:
-        node.close()
 
 
 def ask(link: Link, command: bytes, seconds: float = 5) -> wire.Reply:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,6 @@ EARLIER = b"e" * 40
 
 FAR = 4_102_444_800_000
 """2100-01-01: not due in any test."""
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        yield stub
 
 
 @dataclass

@@ -31,9 +31,8 @@ from stub import (
 
 from emqtimerd import sweeper as sweepers
 from emqtimerd import wire
-from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
-from emqtimerd.node import Node, open_node
+from emqtimerd.node import Node
 from emqtimerd.sweeper import Sweep, SweepResult, Verb, foresee, run_round
 
 VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
@@ -43,27 +42,6 @@ STATE = {"schedule": b"scheduled", "active": b"active", "pending": b"pending", "
 
 FAR = 4_102_444_800_000
 """2100-01-01: not due in any test."""
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        yield stub
-
-
-@pytest.fixture
-def open_to() -> Iterator[Callable[..., Node]]:
-    """Opens nodes by URL and other settings of `[node]`; all are closed at the end."""
-    opened: list[Node] = []
-
-    def open_(url: str, **settings: Any) -> Node:
-        settings = {"timeout": "5s", **settings, "url": url}
-        opened.append(open_node(Settings.model_validate({"node": settings}).node))
-        return opened[-1]
-
-    yield open_
-    for node in opened:
-        node.close()
 
 
 def sweep_all(

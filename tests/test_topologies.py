@@ -42,12 +42,6 @@ FAST = {
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        yield stub
-
-
-@pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three primaries of the test's own."""
     with Cluster(tmp_path) as cluster:

@@ -19,6 +19,10 @@ from emqtimerd.devnode import DevNode
 from emqtimerd.devnode.node import _free_port
 from emqtimerd.devnode.process import Process, end, spawn
 
+START_SECONDS = 60.0
+"""How long a set of servers may take to stand: three seconds here, and a minute on a tired machine
+or under a sanitizer. No test measures it."""
+
 NODE_TIMEOUT_MS = 1000
 """When the others give a silent server up. Less, and a busy machine makes servers look dead."""
 
@@ -161,14 +165,20 @@ class Cluster(Servers):
                 for other in self.nodes:
                     if other is not node:
                         ask(client, "CLUSTER", "MEET", "127.0.0.1", other.port)
-        wait_until(lambda: all(self._known(node) for node in self.nodes), "all have met")
+        wait_until(
+            lambda: all(self._known(node) for node in self.nodes), "all have met", START_SECONDS
+        )
         for primary, replica in zip(self.primaries, self.replicas, strict=False):
             with connect(replica) as client:
                 ask(client, "CLUSTER", "REPLICATE", self.id_of(primary))
-        wait_until(self.is_whole, "the cluster works")
+        wait_until(self.is_whole, "the cluster works", START_SECONDS)
         with self.client_of_slot(wire.slot_of_tag(b"emq")) as client:
             client.set(wire.BRAND_KEY, wire.BRAND)
-        wait_until(lambda: all(map(self._in_step, self.replicas)), "the replicas are in step")
+        wait_until(
+            lambda: all(map(self._in_step, self.replicas)),
+            "the replicas are in step",
+            START_SECONDS,
+        )
 
     def _known(self, node: DevNode) -> bool:
         with connect(node) as client:
@@ -288,7 +298,7 @@ class Sentinels(Servers):
         primary = self.start_servers()
         for number in range(self._count):
             self._start_sentinel(number, primary)
-        wait_until(self._agree, "the sentinels have found each other and the replica")
+        wait_until(self._agree, "the sentinels have found each other", START_SECONDS)
 
     def start_servers(self) -> int:
         """Start a primary and a replica; return the port that sentinels know the first by."""

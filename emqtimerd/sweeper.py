@@ -266,8 +266,10 @@ def run_round(
         else:
             courses.append(_Course.of(sweep, node))
     waiting = deque(courses)
+    begun = False
     while idle or waiting:
-        if stop() or time.monotonic() >= until:
+        # However late a round begins, its first pipeline goes out: there is progress in each.
+        if stop() or (begun and time.monotonic() >= until):
             stirred = [_Course.of(sweep, node) for sweep, _ in idle]
             _leave([*waiting, *stirred])
             courses += stirred
@@ -279,6 +281,7 @@ def run_round(
         else:
             batch = _take_batch(waiting)
             fault = _exchange(node, batch, drain, run_id)
+        begun = True
         waiting.extend(course for course in batch if course.again)
         if fault is not None:
             # Nothing of these was on its way: they count as no sweep.

@@ -271,11 +271,11 @@ def arguments(command: bytes) -> list[bytes]:
     return command.split(b"\r\n")[4:-1:2]
 
 
-def fill(client: Any, jobs: int) -> None:
-    """A deep queue of due jobs."""
+def fill(client: Any, jobs: int, schedule: bytes = wire.queue_key("deep", "schedule")) -> None:
+    """A deep queue of due jobs, their ids in its schedule or in a set aside."""
     client.flushdb()
     client.set(wire.BRAND_KEY, wire.BRAND)
-    schedule, base = wire.queue_key("deep", "schedule"), wire.base("deep")
+    base = wire.base("deep")
     for start in range(0, jobs, 10_000):
         with client.pipeline(transaction=False) as pipeline:
             ids = [b"JOB%09d" % number for number in range(start, min(start + 10_000, jobs))]
@@ -297,7 +297,7 @@ def drain_with_daemon(
     with daemon(url, ["deep", *others], 'interval = "1s"\nlimit = 1000'):
         time.sleep(WARM_UP_SECONDS)
         # Filled under another name and then renamed: it is there in one moment.
-        fill_aside(client, options.jobs)
+        fill(client, options.jobs, b"aside")
         threads = [
             threading.Thread(target=ping, args=(url, stop, pings)),
             threading.Thread(target=fresh_work, args=(url, others, stop, late)),
@@ -316,12 +316,6 @@ def drain_with_daemon(
         for thread in threads:
             thread.join()
     return options.jobs / seconds, at(late, 0.99), max(pings)
-
-
-def fill_aside(client: Any, jobs: int) -> None:
-    """The rows in place, their ids in a set of no queue."""
-    fill(client, jobs)
-    client.rename(wire.queue_key("deep", "schedule"), "aside")
 
 
 def ping(url: str, stop: threading.Event, waits: list[float]) -> None:

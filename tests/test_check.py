@@ -599,6 +599,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
                 *("-nodes", "-keyout", f"{name}.key", "-out", f"{name}.crt", "-days", "2"),
                 *("-subj", f"/CN={name}", "-addext", f"subjectAltName={alternative}"),
+                *("-addext", "keyUsage=critical,digitalSignature,keyCertSign"),
             ],
             check=True,
             capture_output=True,

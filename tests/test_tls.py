@@ -41,13 +41,17 @@ class Authority:
     def __init__(self, directory: Path, openssl: str) -> None:
         self._directory = directory
         self._openssl = openssl
-        self._run("req", "-x509", *_KEY, "ca.key", "-out", "ca.crt", "-subj", "/CN=authority")
+        # Python 3.13 wants to see what a certificate may be used for.
+        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        self._run("req", "-x509", *_KEY, "ca.key", "-out", "ca.crt", "-subj", "/CN=ca", *usage)
         self.file = str(directory / "ca.crt")
 
     def sign(self, name: str, names: str = "DNS:node.test,IP:127.0.0.1", days: int = 2) -> str:
         """Make a certificate and its key; return their path without the suffix."""
         self._run("req", *_KEY, f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        (self._directory / f"{name}.ext").write_text(f"subjectAltName={names}\n")
+        (self._directory / f"{name}.ext").write_text(
+            f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\nsubjectKeyIdentifier=hash\n"
+        )
         authority = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
         made = ("-in", f"{name}.csr", "-out", f"{name}.crt", "-extfile", f"{name}.ext")
         self._run("x509", "-req", *authority, *made, "-days", str(days))

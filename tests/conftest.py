@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -180,6 +181,13 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., DevNode]]:
     for node in own:
         node.stop()
         _nodes.remove(node)
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    """Where a Unix socket may be bound: the kernel takes 107 bytes, and tmp_path can be longer."""
+    with tempfile.TemporaryDirectory(prefix="emq-", dir="/tmp") as directory:
+        yield Path(directory, "v.sock")
 
 
 @pytest.fixture

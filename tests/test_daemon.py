@@ -109,14 +109,14 @@ NO_GRACE = {"interval": "100ms", "restart_grace": "0s"}
 
 
 def test_ready_does_not_wait_for_the_server(
-    launch: Launch, start_node: Any, tmp_path: Path
+    launch: Launch, start_node: Any, socket_path: Path
 ) -> None:
     """When to send READY: with config, web server and scheduler up, and the server down. Liveness
     stays, readiness says why, and the first good round comes with the server."""
     node = start_node()
     node.stop()
-    with Manager(str(tmp_path / "manager")) as manager:
-        environ = {"NOTIFY_SOCKET": str(tmp_path / "manager")}
+    with Manager(str(socket_path)) as manager:
+        environ = {"NOTIFY_SOCKET": str(socket_path)}
         daemon = launch(config(node.url, ["orders"]), environ=environ)
         manager.wait_told("READY=1", timeout=40)
         assert "is not reached yet" in manager.messages[0][1]
@@ -635,15 +635,15 @@ def test_a_poison_row_next_to_a_good_queue(
     daemon.wait_value('emqtimerd_queue_blocked{queue="bad",verb="promote"}', 0)
 
 
-def test_a_black_hole(launch: Launch, start_node: Any, tmp_path: Path) -> None:
+def test_a_black_hole(launch: Launch, start_node: Any, socket_path: Path) -> None:
     """Black holes, watchdog, probes: with 20 queues and a server that is stopped, the daemon stays
     alive, answers at once, says why it is not ready, goes on with its signs of life, and sweeps
     soon after the server's return."""
     node = start_node()
     queues = [f"queue-{n}" for n in range(20)]
     rest = '[promote]\ninterval = "200ms"\n[stalled_check]\ninterval = "300ms"\n'
-    with Manager(str(tmp_path / "manager")) as manager:
-        environ = {"NOTIFY_SOCKET": str(tmp_path / "manager"), "WATCHDOG_USEC": "1000000"}
+    with Manager(str(socket_path)) as manager:
+        environ = {"NOTIFY_SOCKET": str(socket_path), "WATCHDOG_USEC": "1000000"}
         daemon = launch(config(node.url, queues, rest, node='timeout = "500ms"'), environ=environ)
         daemon.wait_ready()
         os.kill(node.pid, signal.SIGSTOP)
@@ -956,9 +956,9 @@ def test_odd_queue_names_are_swept_and_scraped(
 
 
 @pytest.fixture
-def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+def manager(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     """A service manager that watches this process with a limit of half a second."""
-    path = str(tmp_path / "manager")
+    path = str(socket_path)
     monkeypatch.setenv("NOTIFY_SOCKET", path)
     monkeypatch.setenv("WATCHDOG_USEC", "500000")
     with Manager(path) as manager:

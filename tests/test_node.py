@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import ssl
@@ -250,12 +249,11 @@ def test_a_refused_connection_names_the_address(stub: Stub, open_to: Callable[..
     assert str(caught.value) == f"127.0.0.1:{stub.port}: cannot connect (Connection refused)"
 
 
-def test_a_missing_socket_file_is_named(open_to: Callable[..., Node], tmp_path: Path) -> None:
+def test_a_missing_socket_file_is_named(open_to: Callable[..., Node], socket_path: Path) -> None:
     """A Unix socket that is not there is an unreachable node."""
-    path = tmp_path / "none.sock"
     with pytest.raises(Unreachable) as caught:
-        handshake(open_to(f"unix://{path}"))
-    assert str(caught.value) == f"{path}: cannot connect (No such file or directory)"
+        handshake(open_to(f"unix://{socket_path}"))
+    assert str(caught.value) == f"{socket_path}: cannot connect (No such file or directory)"
 
 
 def test_a_host_that_is_no_name_is_unreachable(open_to: Callable[..., Node]) -> None:
@@ -364,7 +362,7 @@ def test_a_server_without_tls_is_unreachable_by_tls(
 # --- one exchange -------------------------------------------------------------------------------
 
 
-def ways(tmp_path: Path) -> dict[str, tuple[Path | None, str, dict[str, str]]]:
+def ways(tmp_path: Path, socket_path: Path) -> dict[str, tuple[Path | None, str, dict[str, str]]]:
     secret = tmp_path / "secret"
     secret.write_text("from-file")
     return {
@@ -372,12 +370,8 @@ def ways(tmp_path: Path) -> dict[str, tuple[Path | None, str, dict[str, str]]]:
         "valkey": (None, "valkey://", {}),
         "password": (None, "redis://me:secret@", {}),
         "password file": (None, "redis://", {"password_file": str(secret)}),
-        "unix": (tmp_path / "stub.sock", "unix://", {}),
-        "unix with password file": (
-            tmp_path / "stub.sock",
-            "unix://",
-            {"password_file": str(secret)},
-        ),
+        "unix": (socket_path, "unix://", {}),
+        "unix with password file": (socket_path, "unix://", {"password_file": str(secret)}),
     }
 
 
@@ -386,10 +380,10 @@ WAYS = ("tcp", "valkey", "password", "password file", "unix", "unix with passwor
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_command_that_is_not_answered_in_time_arrives_once(
-    way: str, open_to: Callable[..., Node], tmp_path: Path
+    way: str, open_to: Callable[..., Node], tmp_path: Path, socket_path: Path
 ) -> None:
     """Case "Library retries re-send a slow sweep": one arrival, however the node is reached."""
-    socket, scheme, settings = ways(tmp_path)[way]
+    socket, scheme, settings = ways(tmp_path, socket_path)[way]
     with Stub(socket) as stub:
         stub.on("PING", late(simple("PONG"), 0.3), simple("PONG"))
         node = open_to(stub.url.replace("redis://", scheme), **settings)
@@ -709,16 +703,16 @@ def test_a_better_reading_is_kept_until_it_is_old() -> None:
 
 
 def test_a_real_server_is_reached_over_a_unix_socket_with_a_password_file(
-    start_node: Callable[..., DevNode], open_to: Callable[..., Node], tmp_path: Path
+    start_node: Callable[..., DevNode],
+    open_to: Callable[..., Node],
+    tmp_path: Path,
+    socket_path: Path,
 ) -> None:
     """The way through a real server: socket file, AUTH from the file, SELECT, fence."""
-    path = Path(os.path.relpath(tmp_path / "valkey.sock"))
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
-    server = start_node(
-        extra_args=("--unixsocket", str(path.absolute()), "--requirepass", "hunter2")
-    )
-    node = open_to(f"unix://{path.absolute()}", password_file=str(secret))
+    server = start_node(extra_args=("--unixsocket", str(socket_path), "--requirepass", "hunter2"))
+    node = open_to(f"unix://{socket_path}", password_file=str(secret))
     handshake(node)
     assert node.identity is not None
     assert node.identity.version == server.version.split()[1]

@@ -544,9 +544,9 @@ def test_completion_for_all_users_is_made_as_the_page_says(
 
 
 @pytest.fixture(params=["path", "abstract"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def address(request: pytest.FixtureRequest, socket_path: Path) -> str:
     """A socket's name as the environment has it."""
-    return str(tmp_path / "s") if request.param == "path" else f"@emqtimerd-test-{os.getpid()}"
+    return str(socket_path) if request.param == "path" else f"@emqtimerd-test-{os.getpid()}"
 
 
 def test_it_speaks_to_paths_and_abstract_sockets(address: str) -> None:
@@ -563,9 +563,9 @@ def test_it_speaks_to_paths_and_abstract_sockets(address: str) -> None:
         ]
 
 
-def test_a_status_is_one_harmless_line_of_bounded_length(tmp_path: Path) -> None:
-    with Manager(str(tmp_path / "s")) as manager:
-        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "s")})
+def test_a_status_is_one_harmless_line_of_bounded_length(socket_path: Path) -> None:
+    with Manager(str(socket_path)) as manager:
+        notifier = Notifier({"NOTIFY_SOCKET": str(socket_path)})
         notifier.ready("a\nSTOPPING=1\u2028b\x1b[2J\udcff" + "ü" * 10_000)
         (message,) = manager.listen()
         assert message["READY"] == "1"
@@ -582,9 +582,11 @@ def test_a_missing_or_dead_socket_stops_nothing(name: str) -> None:
     Notifier({}).ready("")
 
 
-def test_a_change_of_state_waits_for_a_busy_manager_and_a_status_does_not(tmp_path: Path) -> None:
-    with Manager(str(tmp_path / "s")) as manager:
-        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "s")})
+def test_a_change_of_state_waits_for_a_busy_manager_and_a_status_does_not(
+    socket_path: Path,
+) -> None:
+    with Manager(str(socket_path)) as manager:
+        notifier = Notifier({"NOTIFY_SOCKET": str(socket_path)})
         sent = 0
         start = time.monotonic()
         while time.monotonic() - start < 0.2:
@@ -617,10 +619,10 @@ def test_a_change_of_state_waits_for_a_busy_manager_and_a_status_does_not(tmp_pa
     ],
 )
 def test_the_watchdog_is_fed_if_it_is_ours(
-    environ: dict[str, str], expected: float | None, tmp_path: Path
+    environ: dict[str, str], expected: float | None, socket_path: Path
 ) -> None:
-    with Manager(str(tmp_path / "s")) as manager:
-        notifier = Notifier(environ | {"NOTIFY_SOCKET": str(tmp_path / "s")}, pid=42)
+    with Manager(str(socket_path)) as manager:
+        notifier = Notifier(environ | {"NOTIFY_SOCKET": str(socket_path)}, pid=42)
         assert notifier.watchdog_seconds == expected
         for _ in range(10):
             notifier.alive()

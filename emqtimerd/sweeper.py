@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 from emqtimerd import wire
 from emqtimerd.node import Link, Lost, Node, NodeFault, NotTried, leads_astray
@@ -119,6 +119,7 @@ class Expiry:
     epoch: bytes | None = None
     run_id: bytes | None = None
     past_deadline_ms: int = 0
+    """How long ago its deadline was; 0 where that is not known."""
 
 
 @dataclass(slots=True)
@@ -593,8 +594,8 @@ def _expiry(job_id: bytes, seen: wire.Peek | None, now_ms: float | None) -> Expi
     if seen is None or lease is None:
         return Expiry(job_id, cause)
     # The peek's TIME is that of the pipeline's start; the check's own clock may be a little later.
-    past = max(0, round(now_ms - lease.deadline_ms)) if now_ms is not None else 0
-    return Expiry(job_id, cause, lease.epoch, seen.run_id, past)
+    late = _late_ms(lease.deadline_ms, now_ms)
+    return Expiry(job_id, cause, lease.epoch, seen.run_id, round(max(late or 0.0, 0.0)))
 
 
 # --- what follows from an answer ----------------------------------------------------------------
@@ -610,14 +611,15 @@ def _settle(
         sweep.expected = answer.moved
     course.expected = answer.moved
     sweep.blocked = False
-    if answer.moved and (late := _past_ms(answer.head, now_ms)) >= 0:
-        result.lateness_ms.append(late)
+    if answer.moved and _is_due(answer.head, now_ms):
+        late = _late_ms(answer.head.at_ms, now_ms)
+        result.lateness_ms += [] if late is None else [late]
     # What is known of the set after the sweep: its head, unless something moved unseen.
     head = answer.next_head if answer.looked_after else answer.head
     # Without the server's time nobody can tell whether the head is due.
     seen = not answer.moved or (answer.looked_after and now_ms is not None)
-    due = _past_ms(head, now_ms) >= 0
-    result.overdue_ms = _past_ms(head, now_ms) if seen and due else 0.0
+    due = _is_due(head, now_ms)
+    result.overdue_ms = _overdue_ms(head, now_ms) if seen else 0.0
     if not seen:
         course.again = True
     elif due:
@@ -625,7 +627,7 @@ def _settle(
         # were taken out, or somebody else was faster, or there simply is more.
         before = answer.head if answer.looked_after else course.last_head
         course.again = bool(answer.moved) or head != before
-    elif head is not None and now_ms is not None:
+    elif head is not None and now_ms is not None and wire.is_time(head.at_ms):
         result.next_due = node.clock.to_monotonic(head.at_ms)
     # A sweep that was narrowed goes on until it has met the row that refuses.
     course.again &= drain or course.probing or course.allowance < sweep.limit
@@ -635,9 +637,18 @@ def _settle(
         course.allowance = sweep.limit
 
 
-def _past_ms(head: wire.Head | None, now_ms: float | None) -> float:
-    """How long past its time a head is, negative when there is none, or none that is due."""
-    return -1.0 if head is None or now_ms is None else now_ms - head.at_ms
+def _is_due(head: wire.Head | None, now_ms: float | None) -> TypeGuard[wire.Head]:
+    return head is not None and now_ms is not None and head.at_ms <= now_ms
+
+
+def _late_ms(at_ms: int, now_ms: float | None) -> float | None:
+    """How long ago a score was the time, None where it never was or the time is not known."""
+    return now_ms - at_ms if now_ms is not None and wire.is_time(at_ms) else None
+
+
+def _overdue_ms(head: wire.Head | None, now_ms: float | None) -> float:
+    """How long a head has been due, 0 where none is."""
+    return (_late_ms(head.at_ms, now_ms) or 0.0) if _is_due(head, now_ms) else 0.0
 
 
 def _refuse(
@@ -658,7 +669,7 @@ def _refuse(
         course.again = True
     else:
         course.sweep.blocked = True
-        result.overdue_ms = max(_past_ms(head, now_ms), 0.0)
+        result.overdue_ms = _overdue_ms(head, now_ms)
         result.blocked = Blocked(head.job_id if head else None, str(error))
 
 
@@ -758,8 +769,15 @@ def foresee(
                 (reply,) = ask(wire.due(sweep.queue, source, now_ms, offset, size))
                 page = wire.read_due(reply)
                 rows = ask(*(wire.row(sweep.queue, head.job_id) for head in page))
+                blank = [h.job_id for h, row in zip(page, rows, strict=True) if row == _BLANK]
+                there = ask(*(wire.is_row(sweep.queue, job_id) for job_id in blank))
+                # Ghosts are taken out of their set and counted nowhere.
+                ghosts = {
+                    j for j, reply in zip(blank, there, strict=True) if not wire.read_is_row(reply)
+                }
                 for head, row in zip(page, rows, strict=True):
-                    _foresee_row(sweep, result, head, wire.read_row(row), run_id, now_ms)
+                    if head.job_id not in ghosts:
+                        _foresee_row(sweep, result, head, row, run_id, now_ms)
                     if result.blocked:
                         break
                 offset += len(page)
@@ -770,26 +788,35 @@ def foresee(
     return result
 
 
+_BLANK: list[wire.Reply] = [None] * len(wire.ROW)
+"""What is read of an id without a row, and of a row without any field that decides."""
+
+
 def _foresee_row(
-    sweep: Sweep, result: SweepResult, head: wire.Head, row: wire.Row, run_id: bytes, now_ms: int
+    sweep: Sweep,
+    result: SweepResult,
+    head: wire.Head,
+    reply: wire.Reply,
+    run_id: bytes,
+    now_ms: int,
 ) -> None:
-    expected = b"scheduled" if sweep.verb == "promote" else b"active"
-    if row == _GHOST:
+    if isinstance(reply, wire.ReplyError) and reply.code == "WRONGTYPE":
+        result.blocked = Blocked(head.job_id, "its key holds another type")
         return
+    row = wire.read_row(reply)
+    seen = wire.Peek(run_id, {head.job_id: wire.Lease(head.at_ms, row.lease_epoch)})
+    counted = sweep.verb == "stalled_check" and wire.cause_of(head.job_id, seen) != "restart"
+    expected = b"scheduled" if sweep.verb == "promote" else b"active"
     if row.group is not None:
         result.blocked = Blocked(head.job_id, "a lane row, which the native sweeps refuse")
     elif row.state != expected:
         state = wire.printable(row.state or b"missing")
         result.blocked = Blocked(head.job_id, f"its state is {state}, not {expected.decode()}")
+    elif counted and row.stalled is None:
+        result.blocked = Blocked(head.job_id, "its stalled holds what does not count")
     elif sweep.verb == "promote":
         result.promoted += 1
     else:
-        seen = wire.Peek(run_id, {head.job_id: wire.Lease(head.at_ms, row.lease_epoch)})
-        expiry = _expiry(head.job_id, seen, now_ms)
-        result.expiries.append(expiry)
-        counted = expiry.cause != "restart"
-        buried = counted and row.stalled + 1 >= sweep.max_stalled
+        result.expiries.append(_expiry(head.job_id, seen, now_ms))
+        buried = counted and (row.stalled or 0) + 1 >= sweep.max_stalled
         (result.dead if buried else result.recovered).append(head.job_id)
-
-
-_GHOST = wire.Row(None, None, None, 0)

@@ -5,6 +5,7 @@ and what it lets us decide (the rule for queue names, the peek) has its one plac
 """
 
 import binascii
+import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -208,6 +209,15 @@ def row(queue: str, job_id: bytes) -> bytes:
 ROW = ("state", "group", "lease_epoch", "stalled")
 
 
+def is_row(queue: str, job_id: bytes) -> bytes:
+    """Ask whether an id has a row at all, which its missing fields do not tell.
+
+    As if the row were a set: that is refused where there is one. EXISTS would say it plainly, and
+    cost the ACL one more word.
+    """
+    return pack("ZRANGE", row_key(queue, job_id), 0, 0)
+
+
 STATES = ("pending", "active", "schedule", "dead")
 """The four sets of a queue."""
 
@@ -219,7 +229,7 @@ def cards(queue: str) -> bytes:
 
 # The peek reads no clock (contract, section 5: inside EXEC the server's TIME stands still while
 # the module's own does not). INFO is asked only where there are leases: it is most of the price,
-# and an idle queue should not pay it.
+# and an idle queue should not pay it. A row of another type has no epoch; the rest of its page has.
 PEEK = b"""\
 local limit, counted = tonumber(ARGV[1]), tonumber(ARGV[2])
 local leases = redis.call('ZRANGE', KEYS[1], 0, math.max(limit, counted) - 1, 'WITHSCORES')
@@ -229,7 +239,11 @@ local current, previous, unstamped = 0, 0, 0
 local reply = {run_id, 0, 0, 0}
 for i = 1, #leases, 2 do
   local n = (i + 1) / 2
-  local epoch = redis.call('HGET', KEYS[2] .. 'job:' .. leases[i], 'lease_epoch')
+  local epoch = redis.pcall('HGET', KEYS[2] .. 'job:' .. leases[i], 'lease_epoch')
+  if type(epoch) == 'table' then
+    if not string.find(epoch.err, 'WRONGTYPE', 1, true) then return epoch end
+    epoch = false
+  end
   if n <= counted then
     if not epoch then unstamped = unstamped + 1
     elseif epoch == run_id then current = current + 1
@@ -358,26 +372,52 @@ def read_due(reply: Reply) -> list[Head]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What of a row decides about a sweep; a ghost has no state."""
+    """What of a row decides about a sweep; a row without any of it may be none."""
 
     state: bytes | None
     group: bytes | None
     lease_epoch: bytes | None
-    stalled: int
+    stalled: int | None
+    """None if the field holds what does not count."""
 
 
 def read_row(reply: Reply) -> Row:
-    """Read a row's deciding fields; a count that is not a number counts as none."""
+    """Read a row's deciding fields."""
     match reply:
         case [
             bytes() | None as state,
             bytes() | None as group,
             bytes() | None as lease_epoch,
-            stalled,
+            bytes() | None as stalled,
         ]:
-            number = int(stalled) if isinstance(stalled, bytes) and stalled.isdigit() else 0
-            return Row(state, group, lease_epoch, number)
+            return Row(state, group, lease_epoch, _read_counter(stalled))
     raise _unexpected("HMGET", reply)
+
+
+def _read_counter(text: bytes | None) -> int | None:
+    """Read a counter as the server does: in the one way that it writes a number, with room for
+    more. One that is not there is 0."""
+    if text is None:
+        return 0
+    # 20: more bytes than a number of 64 bits has.
+    number = int(text) if len(text) <= 20 and text.removeprefix(b"-").isdigit() else None
+    if number is None or b"%d" % number != text:
+        return None
+    return number if -(1 << 63) <= number < (1 << 62) - 1 else None
+
+
+def read_is_row(reply: Reply) -> bool:
+    """Read what `is_row` asked."""
+    match reply:
+        case []:
+            return False
+        case ReplyError(code="WRONGTYPE"):
+            return True
+    raise _unexpected("ZRANGE", reply)
+
+
+HORIZON_MS = 1 << 53
+"""Beyond it a double no longer holds every integer, and no clock gets there."""
 
 
 def read_ms(score: bytes) -> int:
@@ -385,10 +425,16 @@ def read_ms(score: bytes) -> int:
     try:
         value = float(score)
     except ValueError:
-        raise ShapeError("a score", score) from None
-    # 2^53: beyond it a double no longer holds every integer, and no clock gets there.
-    horizon = float(1 << 53)
-    return int(max(-horizon, min(horizon, value)))
+        value = math.nan
+    if math.isnan(value):
+        raise ShapeError("a score", score)
+    return int(max(-HORIZON_MS, min(HORIZON_MS, value)))
+
+
+def is_time(ms: int) -> bool:
+    """Tell whether a score is an instant. Infinities, and what is before 1970, sort an id first or
+    last and were read off no clock: nobody can be late for them."""
+    return 0 < ms < HORIZON_MS
 
 
 def read_time_ms(reply: Reply) -> float:
@@ -435,11 +481,12 @@ def read_peek(reply: Reply) -> Peek:
             return NO_LEASES
         case [bytes() as run_id, int() as current, int() as previous, int() as unstamped, *rest]:
             leases = {}
-            try:
-                for job_id, deadline, epoch in zip(*[iter(rest)] * 3, strict=True):
-                    leases[job_id] = Lease(read_ms(deadline), epoch)
-            except (ValueError, TypeError):
-                raise _unexpected("the peek", reply) from None
+            for start in range(0, len(rest), 3):
+                match rest[start : start + 3]:
+                    case [bytes() as job_id, bytes() as deadline, bytes() | None as epoch]:
+                        leases[job_id] = Lease(read_ms(deadline), epoch)
+                    case _:
+                        raise _unexpected("the peek", reply)
             return Peek(run_id, leases, current, previous, unstamped)
     raise _unexpected("the peek", reply)
 

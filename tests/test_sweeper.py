@@ -177,6 +177,38 @@ def test_the_sizes_and_the_epochs_of_leases_are_read_with_the_check(
     assert result.jobs == (0, 3, 1, 1)
 
 
+TIMELESS = [float("-inf"), -1e300, -1.0, 0.0]
+
+
+@pytest.mark.parametrize("score", TIMELESS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_has_no_time_is_swept_and_its_lateness_not_told(
+    node: DevNode, client: redis.Redis, open_to: Callable[..., Node], verb: Verb, score: float
+) -> None:
+    """A score that no clock shows is due for ever: it moves, and nobody says by how much too late,
+    in a histogram least of all."""
+    plant(client, SOURCE[verb], {b"JOBODD": score}, lease_epoch=b"e" * 40)
+    plant(client, SOURCE[verb], {b"JOBNEVER": float("inf")})
+    told = foresee(open_to(node.url), Sweep("orders", verb, 100))
+    result = sweep(open_to(node.url), verb)
+    for each in (told, result):
+        assert (each.moved, each.outcome, each.lateness_ms) == (1, "ok", [])
+        assert [expiry.past_deadline_ms for expiry in each.expiries] == [0] * len(each.expiries)
+        assert (each.overdue_ms, each.next_due) == (0, None)
+    assert sizes(client)[SOURCE[verb]] == 1
+
+
+@pytest.mark.parametrize("score", TIMELESS)
+def test_a_row_without_a_time_that_blocks_its_queue_is_overdue_by_nothing_known(
+    node: DevNode, client: redis.Redis, open_to: Callable[..., Node], score: float
+) -> None:
+    """The blocker is named; since when it is due, nobody knows."""
+    plant(client, "schedule", {b"JOBLANE": score}, group=b"g")
+    result = sweep(open_to(node.url), "promote")
+    assert result.blocked is not None
+    assert (result.blocked.job_id, result.overdue_ms) == (b"JOBLANE", 0)
+
+
 # --- the backlog --------------------------------------------------------------------------------
 
 
@@ -751,6 +783,8 @@ def plant_at_random(client: redis.Redis, chance: random.Random) -> None:
             if chance.random() < 0.5:
                 fields["stalled"] = chance.randrange(3)
             if chance.random() < 0.02:
+                fields["stalled"] = chance.choice([b"two", b"-1", b"01"])
+            if chance.random() < 0.02:
                 fields["group"] = b"g"
             if chance.random() < 0.02:
                 fields["parent"] = b"JOBP"
@@ -783,6 +817,43 @@ def test_a_preview_touches_nothing_and_tells_exactly_what_the_sweep_then_does(
         assert causes(told) == causes(done)
         assert (told.blocked and told.blocked.job_id) == (done.blocked and done.blocked.job_id)
         assert told.outcome == done.outcome
+
+
+ODD_ROWS: dict[str, Callable[[redis.Redis, bytes], object]] = {
+    "a count in words": lambda client, row: client.hset(row, "stalled", "two"),
+    "a count with a zero in front": lambda client, row: client.hset(row, "stalled", "01"),
+    "a count below zero": lambda client, row: client.hset(row, "stalled", "-2"),
+    "a count without room": lambda client, row: client.hset(row, "stalled", 2**62 - 1),
+    "a count of an earlier server process": lambda client, row: client.hset(
+        row, mapping={"stalled": "two", "lease_epoch": "e" * 40}
+    ),
+    "no state": lambda client, row: client.hdel(row, "state"),
+    "a payload alone": lambda client, row: (client.delete(row), client.hset(row, "payload", "p")),
+    "another type": lambda client, row: (client.delete(row), client.set(row, "text")),
+    "a set": lambda client, row: (client.delete(row), client.zadd(row, {"x": 1})),
+    "no row": lambda client, row: client.delete(row),
+}
+
+
+@pytest.mark.parametrize("spoil", ODD_ROWS.values(), ids=ODD_ROWS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_preview_of_an_odd_row_tells_what_the_sweep_does_with_it(
+    node: DevNode,
+    client: redis.Redis,
+    open_to: Callable[..., Node],
+    verb: Verb,
+    spoil: Callable[[redis.Redis, bytes], object],
+) -> None:
+    """A row that refuses, one that counts in no number, a ghost: each as the server takes it."""
+    plant(client, SOURCE[verb], {b"JOB1": 1, b"JOB2": 2, b"JOB3": 3})
+    spoil(client, wire.row_key("orders", b"JOB2"))
+    opened, order = open_to(node.url), Sweep("orders", verb, 100, 2)
+    told = foresee(opened, order)
+    done = sweep_all(opened, [order])["orders"]
+    assert (told.promoted, told.recovered, told.dead) == (done.promoted, done.recovered, done.dead)
+    assert causes(told) == causes(done)
+    assert (told.blocked and told.blocked.job_id) == (done.blocked and done.blocked.job_id)
+    assert (told.outcome, told.failure) == (done.outcome, done.failure)
 
 
 def test_a_preview_that_cannot_know_the_server_process_does_not_guess(

@@ -173,6 +173,7 @@ GOOD: dict[str, tuple[Callable[[object], object], object, object]] = {
     "a head": (wire.read_head, [b"J", b"12.9"], wire.Head(b"J", 12)),
     "an infinite score": (wire.read_head, [b"J", b"inf"], wire.Head(b"J", 1 << 53)),
     "a score below all": (wire.read_head, [b"J", b"-inf"], wire.Head(b"J", -(1 << 53))),
+    "a huge score below zero": (wire.read_head, [b"J", b"-1.7e+300"], wire.Head(b"J", -(1 << 53))),
     "a huge score": (wire.read_head, [b"J", b"1.7e+300"], wire.Head(b"J", 1 << 53)),
     "time": (wire.read_time_ms, [b"1700000000", b"250000"], 1_700_000_000_250.0),
     "an empty peek": (wire.read_peek, [], wire.NO_LEASES),
@@ -182,14 +183,51 @@ GOOD: dict[str, tuple[Callable[[object], object], object, object]] = {
         wire.Peek(b"run", {b"J": wire.Lease(5, b"e"), b"K": wire.Lease(6, None)}, 1, 2, 3),
     ),
     "a row": (wire.read_row, [b"active", None, b"e", b"2"], wire.Row(b"active", None, b"e", 2)),
-    "a row that counts in words": (
+    "a row without stalls": (
         wire.read_row,
-        [b"x", None, None, b"two"],
+        [b"x", None, None, None],
         wire.Row(b"x", None, None, 0),
     ),
     "tokens": (wire.read_tokens, b"enqueue promote", ("enqueue", "promote")),
     "no brand": (wire.read_brand, None, None),
 }
+
+
+# As the server reads them: a number in the one way that it writes it, and room for one more.
+COUNTS: dict[bytes, int | None] = {
+    b"0": 0,
+    b"17": 17,
+    b"-3": -3,
+    b"%d" % (2**62 - 2): 2**62 - 2,
+    b"%d" % (2**62 - 1): None,
+    b"9" * 5_000: None,
+    b"-%d" % 2**63: -(2**63),
+    b"-%d" % (2**63 + 1): None,
+    b"two": None,
+    b"": None,
+    b" 1": None,
+    b"1\n": None,
+    b"+1": None,
+    b"01": None,
+    b"-0": None,
+    b"1_0": None,
+    b"1.0": None,
+    "\u0661".encode(): None,
+}
+
+
+@pytest.mark.parametrize(("text", "value"), COUNTS.items(), ids=lambda item: repr(item)[:30])
+def test_a_counter_is_read_as_the_server_does(text: bytes, value: int | None) -> None:
+    """What the stall check would refuse as no count is none here, and never 0."""
+    assert wire.read_row([b"active", None, None, text]).stalled == value
+
+
+@pytest.mark.parametrize(("ms", "told"), {1: True, 2**53 - 1: True, 0: False, -1: False}.items())
+def test_only_a_score_that_a_clock_can_show_is_a_time(ms: int, told: bool) -> None:
+    """Infinities and what nobody's clock shows sort a set; a lateness cannot be told from them."""
+    assert wire.is_time(ms) is told
+    assert not wire.is_time(wire.read_ms(b"inf"))
+    assert not wire.is_time(wire.read_ms(b"-inf"))
 
 
 @pytest.mark.parametrize(("read", "reply", "value"), GOOD.values(), ids=GOOD)
@@ -224,7 +262,13 @@ ODD: dict[str, tuple[Callable[[object], object], object]] = {
     "peek without counts": (wire.read_peek, [b"run"]),
     "peek cut short": (wire.read_peek, [*PEEKED, b"J", b"5"]),
     "peek without a deadline": (wire.read_peek, [*PEEKED, b"J", None, None]),
+    "peek with a number for an epoch": (wire.read_peek, [*PEEKED, b"J", b"5", 7]),
+    "peek with an error for an epoch": (wire.read_peek, [*PEEKED, b"J", b"5", wire.ReplyError("")]),
+    "peek with a number for an id": (wire.read_peek, [*PEEKED, 1, b"5", b"e"]),
     "a row as nil": (wire.read_row, None),
+    "a row of numbers": (wire.read_row, [b"active", None, None, 2]),
+    "a score that is no number": (wire.read_head, [b"J", b"nan"]),
+    "whether a row is there, as number": (wire.read_is_row, 1),
     "tokens as array": (wire.read_tokens, [b"promote"]),
     "brand as integer": (wire.read_brand, 1),
     "info as nil": (wire.read_info, None),

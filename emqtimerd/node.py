@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import hiredis
@@ -35,6 +36,10 @@ MIN_WAIT_SECONDS = 0.001
 """A timeout of zero would switch the socket to non-blocking: sending waits this long at least."""
 
 _MORE = object()
+
+# What the parser makes of bytes that are no protocol: the last two of maps and sets that Python
+# cannot keep, and of lengths that no memory holds.
+_NO_PROTOCOL = (hiredis.HiredisError, TypeError, MemoryError)
 
 CLOCK_WINDOW_SECONDS = 10.0
 """How long a measured distance between the clocks is trusted: even at 100 ppm of drift, which is
@@ -101,7 +106,7 @@ class NotReady(NodeFault):
 class Lost(NodeFault):
     """A pipeline was sent and not all of its replies arrived: the outcome of the rest is unknown.
 
-    `replies` are those that did arrive, in order.
+    `replies` are those that did arrive, in order; none of them where more came than were due.
     """
 
     def __init__(self, node: str, code: str, message: str, replies: list[wire.Reply]) -> None:
@@ -159,23 +164,24 @@ class Link:
                 else:
                     replies.append(reply)
         except TimeoutError as error:
-            self.close()
-            self.lost = Lost(self._node, "timeout", "no reply within the timeout", replies)
-            raise self.lost from error
-        except (OSError, hiredis.HiredisError) as error:
-            self.close()
+            raise self._lose("timeout", "no reply within the timeout", replies) from error
+        except (OSError, *_NO_PROTOCOL) as error:
             what = f"the connection broke before the reply ({_reason(error)})"
-            self.lost = Lost(self._node, "connection", what, replies)
-            raise self.lost from error
+            raise self._lose("connection", what, replies) from error
         except BaseException:
             # An interrupt leaves replies unread: the next user of this link would take them for
             # its own.
             self.close()
             raise
         if self._reader.has_data():
-            # More replies than commands: whatever they answer, it was not us.
-            self._usable = False
+            # Whose they are, nobody can say; a count among them may be that of another queue.
+            raise self._lose("shape", "there were more replies than commands", [])
         return replies
+
+    def _lose(self, code: str, message: str, replies: list[wire.Reply]) -> Lost:
+        self.close()
+        self.lost = Lost(self._node, code, message, replies)
+        return self.lost
 
     def _read_more(self, deadline: float) -> None:
         wait = deadline - time.monotonic()
@@ -243,10 +249,6 @@ class _Return:
     outage_seconds: float
 
 
-LONGEST_GRACE_SECONDS = 86_400.0
-"""What the configuration allows at most for `stalled_check.restart_grace`."""
-
-
 class Node:
     """One EMQ server, reached anew whenever its connections drop. Safe for several threads.
 
@@ -300,7 +302,7 @@ class Node:
             if run_id is not None and link.run_id != run_id:
                 raise Replaced(self.name, "connection", "the server was restarted or replaced")
             yield link
-        except Replaced:
+        except (Replaced, Lost):
             self._give_back(link)
             raise
         except BaseException:
@@ -394,16 +396,20 @@ class Node:
 
     def _note_return(self, identity: Identity) -> None:
         now = time.monotonic()
-        returns = self._returns
         before = self.run_id
+        known = list(self._returns)
         if before is None:
-            returns.append(_Return(identity.started, float("inf")))
+            known.append(_Return(identity.started, float("inf")))
         elif before != identity.run_id:
-            returns.append(_Return(now, float("inf")))
+            known.append(_Return(now, float("inf")))
         if self._failing_since is not None:
-            returns.append(_Return(now, now - self._failing_since))
-        # The longest grace is a day; what is older no longer matters.
-        self._returns = [r for r in returns if r.at > now - LONGEST_GRACE_SECONDS]
+            known.append(_Return(now, now - self._failing_since))
+        # One that was followed by a longer outage makes no grace any longer. So few are left that
+        # it does not matter that nobody waits for the oldest of them any more.
+        self._returns = []
+        for each in sorted(known, key=attrgetter("at", "outage_seconds"), reverse=True):
+            if not self._returns or each.outage_seconds > self._returns[-1].outage_seconds:
+                self._returns.append(each)
 
     def _open(self) -> tuple[Link, Identity]:
         brand_is_here = self._brand_is_here(self)

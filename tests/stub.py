@@ -179,6 +179,14 @@ class Stub:
                 counts[-1] += 1
         return [count for count in counts if count]
 
+    def say(self, answer: Answer) -> None:
+        """Send something to every connection that nobody asked for."""
+        with self._lock:
+            clients = list(self._clients)
+        for client in clients:
+            if not self._send(client, answer):
+                _shut(client.socket)
+
     def hang_up(self) -> None:
         """Close every connection, as a restarting server does."""
         with self._lock:

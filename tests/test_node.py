@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from emqtimerd.devnode import DevNode
 from emqtimerd.node import (
     BackingOff,
     FenceRefused,
+    Identity,
     Link,
     Lost,
     Node,
@@ -434,33 +436,66 @@ def test_the_replies_before_a_break_are_kept(stub: Stub, open_to: Callable[..., 
     assert caught.value.code == "connection"
 
 
+GARBAGE: dict[str, bytes] = {
+    "a web page": b"<html>\r\n",
+    "a number that is none": b":seven\r\n",
+    "a number of more than 64 bits": b":99999999999999999999\r\n",
+    "less than nothing": b"*-5\r\n",
+    # Of the other protocol, and nothing that Python could keep.
+    "a map whose key is an array": b"%1\r\n*0\r\n:1\r\n",
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_bytes_that_are_no_protocol_break_the_connection(
-    stub: Stub, open_to: Callable[..., Node]
+    stub: Stub, open_to: Callable[..., Node], data: bytes
 ) -> None:
     """Garbage is a broken connection, not a crash."""
-    stub.on("PING", Answer(b"<html>\r\n"))
+    stub.on("PING", Answer(data))
     with pytest.raises(Lost) as caught, open_to(stub.url).link() as link:
         ask(link, PING)
     assert caught.value.code == "connection"
 
 
-ODD_LINKS: dict[str, Answer] = {
-    "one reply too many": Answer(b"+PONG\r\n+PONG\r\n"),
-    "half a reply too many": Answer(b"+PONG\r\n$5"),
-    "closed after the reply": Answer(b"+PONG\r\n", closes=True),
+TOO_MANY: dict[str, Answer] = {
+    "one reply too many": Answer(b":111\r\n:7\r\n"),
+    "half a reply too many": Answer(b":111\r\n$5"),
+    "bytes of no protocol": Answer(b":111\r\n?"),
 }
 
 
-@pytest.mark.parametrize("answer", ODD_LINKS.values(), ids=ODD_LINKS)
-def test_a_link_that_holds_more_than_was_asked_is_not_used_again(
+@pytest.mark.parametrize("answer", TOO_MANY.values(), ids=TOO_MANY)
+def test_among_more_replies_than_commands_none_is_taken(
     stub: Stub, open_to: Callable[..., Node], answer: Answer
 ) -> None:
-    """A reply nobody asked for must not answer the next command."""
+    """Case "Cancelled call and the reply of another": nobody can say which of them is whose."""
     stub.on("PING", answer, simple("right"))
     node = open_to(stub.url)
+    with pytest.raises(Lost) as caught, node.link() as link:
+        ask(link, PING)
+    assert (caught.value.code, caught.value.replies) == ("shape", [])
     with node.link() as link:
-        assert ask(link, PING) == b"PONG"
+        assert ask(link, PING) == b"right"
+
+
+LATE_COMERS: dict[str, Answer] = {
+    "a reply": Answer(b"+stray\r\n"),
+    "half a reply": Answer(b"$5"),
+    "the end": Answer(b"+stray\r\n", closes=True),
+}
+
+
+@pytest.mark.parametrize("answer", LATE_COMERS.values(), ids=LATE_COMERS)
+def test_what_comes_without_being_asked_for_is_taken_for_no_reply(
+    stub: Stub, open_to: Callable[..., Node], answer: Answer
+) -> None:
+    """A reply that comes after the last one must not answer the next command."""
+    node = open_to(stub.url)
+    with node.link() as link:
+        assert ask(link, PING) == b"OK"
+        stub.say(answer)
         wait_until(lambda: not link.is_usable(), "what was not asked for has arrived")
+    stub.on("PING", simple("right"))
     with node.link() as link:
         assert ask(link, PING) == b"right"
 
@@ -656,6 +691,70 @@ def test_threads_that_need_a_connection_dial_one_at_a_time(clock: FakeTime) -> N
         thread.join(10)
     assert len(dials) == 1
     assert [type(fault) for fault in faults].count(BackingOff) == 7
+
+
+class FlakyServer:
+    """Answers the fence at every other try."""
+
+    def __init__(self, node: Node, clock: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.node, self.clock = node, clock
+        self.run_id = "a"
+        self.up = False
+        monkeypatch.setattr(node, "_open", self._open)
+
+    def _open(self) -> tuple[Any, Identity]:
+        if not self.up:
+            raise Unreachable("here", "connection", "nobody there")
+        link = SimpleNamespace(run_id=self.run_id, lost=None, is_usable=lambda: False)
+        link.close = lambda: None
+        return link, Identity(self.run_id, "9", "", (), 0)
+
+    def outage(self, seconds: float) -> None:
+        """Fail, and come back so much later."""
+        self.up = False
+        with pytest.raises(Unreachable):
+            handshake(self.node)
+        self.clock.now += seconds
+        self.up = True
+        handshake(self.node)
+
+
+# Longer than any pause between two tries, so that the next one is made.
+OUTAGES = st.integers(5, 100)
+
+
+@given(st.lists(st.tuples(OUTAGES, OUTAGES, st.booleans()), max_size=30), st.integers(0, 120))
+def test_the_grace_follows_from_all_returns(
+    outages: list[tuple[int, int, bool]], grace: int
+) -> None:
+    """What is forgotten of earlier outages would not have made any grace longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = FakeTime()
+        patch.setattr(nodes, "time", clock)
+        server = FlakyServer(Node("here", DeadServer().dial, 1), clock, patch)
+        server.up = True
+        handshake(server.node)
+        ends = [0 + grace]
+        for number, (length, quiet, restarted) in enumerate(outages):
+            clock.now += quiet
+            if restarted:
+                server.run_id = f"{number}"
+            server.outage(length)
+            if restarted or length > grace:
+                ends.append(clock.now + grace)
+            assert server.node.grace_ends(grace) == max(ends)
+
+
+def test_a_node_that_comes_and_goes_is_remembered_in_a_few_words(
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand outages in a day leave behind those that a grace may still wait for."""
+    chance = random.Random(7)
+    server = FlakyServer(Node("here", DeadServer().dial, 1), clock, monkeypatch)
+    for _ in range(10_000):
+        server.outage(nodes.BACKOFF_CAP_SECONDS + chance.random() * 3)
+    # Of n lengths in a random order, ln n are longer than all that come after them.
+    assert len(server.node._returns) < 30
 
 
 # --- the server's clock -------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from stub import (
 from emqtimerd import sweeper as sweepers
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
-from emqtimerd.node import Node
+from emqtimerd.node import Link, Node
 from emqtimerd.sweeper import Sweep, SweepResult, Verb, foresee, run_round
 
 VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
@@ -705,11 +705,11 @@ def test_a_denied_peek_is_left_out_until_the_next_connection(
 
 
 def test_a_denied_peek_and_a_connection_that_never_lasts_still_sweep(
-    stub: Stub, open_to: Callable[..., Node]
+    stub: Stub, open_to: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new connection asks for the peek again, but not twice for one queue in one round."""
     stub.on("EVAL_RO", refused("NOPERM User u has no permissions to run the 'eval_ro' command"))
-    stub.on("ZCARD", Answer(b":0\r\n:0\r\n"), word=b":dead")  # one too many: nobody uses it again
+    monkeypatch.setattr(Link, "is_usable", lambda _: False)
     result = sweep(open_to(stub.url), "stalled_check", seconds=5)
     assert (result.outcome, result.passes) == ("ok", 1)
     assert stub.count("EVAL_RO") == 1

@@ -31,6 +31,11 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
+# A server built with the C library's allocator, as the packaged one is, keeps seven freed blocks
+# of each size at hand. A sweep of a thousand jobs frees and needs thousands: with room for them it
+# runs 8 % fewer instructions. Other allocators do not read this.
+_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=2048"}
+
 Process = subprocess.Popen[bytes]
 
 
@@ -87,6 +92,7 @@ def _popen(command: Sequence[str], log: Path, pass_fds: Sequence[int]) -> Proces
             stdout=sink,
             stderr=subprocess.STDOUT,
             pass_fds=pass_fds,
+            env=_ALLOCATOR | os.environ,
             # Ctrl-C on the terminal is for us, who then stop the server in order.
             start_new_session=True,
         )

@@ -149,8 +149,8 @@ PERMISSIONS = (
     ),
     Permission(
         "+hmget",
-        "reads the rows that once --dry-run foresees",
-        "once --dry-run fails; nothing else uses it",
+        "reads rows that are due, for once --dry-run and check",
+        "once --dry-run fails, and check sees no row that blocks a queue",
         lambda _settings, queue: wire.row(queue, b"JOB"),
     ),
     Permission(

@@ -23,10 +23,10 @@ from conftest import connect, server_path, wait_until
 from stub import HANG_UP, SILENCE, Stub, array, bulk, error, ids, refused
 from typer.testing import CliRunner
 
-from emqtimerd import check as checks
 from emqtimerd import wire
 from emqtimerd.acl import PERMISSIONS, acl_document, acl_rule, acl_words
-from emqtimerd.check import CHECKS, Finding, Report, clock_finding, document, examine, lines
+from emqtimerd.check import CHECKS, Finding, Report, document, examination, examine, lines
+from emqtimerd.check.server import clock
 from emqtimerd.cli import app
 from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
@@ -77,6 +77,13 @@ def allow(any_client: redis.Redis) -> Iterator[Callable[[Sequence[str]], None]]:
     yield make
     any_client.acl_deluser(USER)
     act(any_client, "ACL", "LOG", "RESET")
+
+
+@pytest.fixture
+def allow_here(client: redis.Redis) -> Iterator[Callable[[Sequence[str]], None]]:
+    """As `allow`, on one kind of server."""
+    yield lambda words: act(client, "ACL", "SETUSER", USER, "reset", "on", f">{PASSWORD}", *words)
+    client.acl_deluser(USER)
 
 
 def act(client: redis.Redis, *command: Any) -> Any:
@@ -553,7 +560,9 @@ def test_a_black_hole() -> None:
     with healthy_stub() as stub:
         for verb in ("CLIENT", "EMQ.VERSION", "GET", "INFO"):
             stub.on(verb, SILENCE)
-        settings = Settings.model_validate({"node": {"url": stub.url, "timeout": "50ms"}})
+        settings = Settings.model_validate(
+            {"queues": [QUEUE], "node": {"url": stub.url, "timeout": "50ms"}}
+        )
         failure = only_failure(examine(settings), 3)
     assert failure.check == "reach"
     assert "firewall" in failure.fix
@@ -582,6 +591,8 @@ def test_a_password_file(guarded_node: DevNode, tmp_path: Path) -> None:
     failure = only_failure(examine(settings), 3)
     assert failure.check == "auth"
     assert str(file) in failure.found
+    assert failure.fix.startswith("write the password into that file")
+    assert "ACL" not in failure.fix
     file.write_text("sesame\n")
     assert differing(examine(settings)) == {}
 
@@ -663,7 +674,7 @@ def test_a_node_that_goes_away_meanwhile(monkeypatch: pytest.MonkeyPatch) -> Non
             return dials.pop()() if dials else BrokenDial()
 
         stand_in = Nodes(Node("stub", dial_once, 5))
-        monkeypatch.setattr(checks, "open_nodes", lambda _: stand_in)
+        monkeypatch.setattr(examination, "open_nodes", lambda _: stand_in)
         stub.on("GET", bulk(wire.BRAND))
         gone = examine(settings)
     for report, server in ((broken, "pass"), (gone, "skip")):
@@ -681,7 +692,10 @@ def test_tls_and_plain_mixed_up(node: DevNode) -> None:
     """TLS to a port that has none, which a server answers with silence."""
     url = f"rediss://127.0.0.1:{node.port}/0"
     settings = Settings.model_validate(
-        {"node": {"url": url, "connect_timeout": "200ms", "timeout": "200ms"}}
+        {
+            "queues": [QUEUE],
+            "node": {"url": url, "connect_timeout": "200ms", "timeout": "200ms"},
+        }
     )
     failure = only_failure(examine(settings), 3)
     assert failure.check == "tls"
@@ -707,10 +721,30 @@ def test_a_server_without_the_job_core(tmp_path: Path) -> None:
     assert report.exit_code == 4
     assert differing(report) == {
         **dict.fromkeys(("tokens", "brand"), "fail"),
-        **dict.fromkeys(("acl", "sweeps", "queue"), "skip"),
+        **dict.fromkeys(("acl", "sweeps", "queue", "rows"), "skip"),
         "persistence": "warn",
     }
     assert "no EMQ node" in the(report, "tokens").found
+
+
+def test_a_login_is_wanted_before_anything_else_is_judged() -> None:
+    """A server says that it does not know a verb before it asks who we are: without a login nobody
+    can tell whether it is an EMQ node, so `auth` fails, exit 3, and not `tokens`."""
+    with healthy_stub() as stub:
+        stub.on("EMQ.VERSION", error("ERR unknown command 'EMQ.VERSION'"))
+        for verb in ("CLIENT", "GET", "INFO", "TIME"):
+            stub.on(verb, error("NOAUTH Authentication required."))
+        failure = only_failure(examine(settings_for(stub.url)), 3)
+    assert failure.check == "auth"
+    assert "node.password_file" in failure.fix
+
+
+def test_a_database_that_is_not_there(node: DevNode) -> None:
+    """The number in node.url is wrong: a mistake of the configuration, exit 2."""
+    report = examine(settings_for(node.url.removesuffix("/0") + "/99"))
+    failure = only_failure(report, 2)
+    assert failure.check == "server"
+    assert "no database 99" in failure.fix
 
 
 TOKENS = b"promote stalled.check"
@@ -806,7 +840,7 @@ def test_clocks_that_disagree(hours: int) -> None:
 )
 def test_a_slow_network_is_no_clock(ahead: float, doubt: float, result: str) -> None:
     """Half the way there and back is in doubt: only what lies beyond it is an alarm."""
-    assert clock_finding(ahead, doubt).result == result
+    assert clock(ahead, doubt).result == result
 
 
 def test_keys_of_a_wrong_type(any_node: DevNode, any_client: redis.Redis) -> None:
@@ -835,6 +869,71 @@ def test_a_wrong_type_under_the_small_rule(
     any_client.lpush("emq:{orders}:schedule", "x")
     finding = the(examine(settings), "queue")
     assert "emq:{orders}:schedule is not a sorted set" in finding.found
+
+
+BLOCKING: dict[str, tuple[str, str, Any, str]] = {
+    "a lane row": ("schedule", "promote", {"state": "scheduled", "group": "g"}, "a lane row"),
+    "a foreign state": ("active", "stalled_check", {"state": "dead"}, "its state is dead"),
+}
+
+
+@pytest.mark.parametrize(("key", "verb", "row", "reason"), BLOCKING.values(), ids=BLOCKING)
+@pytest.mark.parametrize("job_id", [b"JOBLANE", b'JOB \xff"'], ids=["plain", "bytes"])
+def test_a_row_that_blocks_a_queue(
+    any_node: DevNode,
+    any_client: redis.Redis,
+    key: str,
+    verb: str,
+    row: Any,
+    reason: str,
+    job_id: bytes,
+) -> None:
+    """Queue, verb, id and reason are told; the fix, typed in as it stands, frees the queue."""
+    fill(any_client)
+    any_client.zadd(wire.queue_key(QUEUE, key), {job_id: 5})
+    any_client.hset(wire.row_key(QUEUE, job_id), mapping=row)
+    settings = settings_for(any_node.url, queues=["emails", QUEUE])
+    report = examine(settings)
+    finding = the(report, "rows")
+    assert differing(report) == {"rows": "fail"}
+    assert finding.found.startswith(f"orders: {verb} is blocked by {wire.printable(job_id)}: ")
+    assert reason in finding.found
+    assert (finding.queue, report.exit_code) == (QUEUE, 1)
+    (swept,) = sweep(settings_for(any_node.url)).queues
+    assert [(blocked_verb, row.job_id) for blocked_verb, row in swept.blocked] == [(verb, job_id)]
+    _, _, command = finding.fix.partition("take it out with ")
+    act(any_client, *typed(command))
+    assert differing(examine(settings)) == {}
+
+
+def typed(line: str) -> list[bytes]:
+    """A line's arguments as redis-cli reads them: inside double quotes `\\xff` is a byte."""
+    parts = re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)
+    return [
+        quoted.encode().decode("unicode_escape").encode("latin-1") if quoted else plain.encode()
+        for quoted, plain in parts
+    ]
+
+
+def test_rows_beyond_the_next_sweep_block_nothing_yet(node: DevNode, client: redis.Redis) -> None:
+    """What is looked at is what one sweep would take: a deep backlog costs no more than that."""
+    fill(client)
+    client.zadd(wire.queue_key(QUEUE, "schedule"), {"JOBz": time.time() * 1000 - 1})
+    client.hset(wire.row_key(QUEUE, b"JOBz"), mapping={"state": "scheduled", "group": "g"})
+    assert the(examine(settings_for(node.url, promote={"limit": 3})), "rows").result == "pass"
+    assert the(examine(settings_for(node.url, promote={"limit": 4})), "rows").result == "fail"
+
+
+def test_rows_that_may_not_be_read(
+    node: DevNode, client: redis.Redis, allow_here: Callable[[Sequence[str]], None]
+) -> None:
+    """Without HMGET nobody can tell: the check is skipped, and acl says how to grant it."""
+    fill(client)
+    settings = as_user(node)
+    allow_here([word for word in acl_words(settings) if word != "+hmget"])
+    report = examine(settings)
+    assert {finding.result for finding in told(report, "rows")} == {"skip"}
+    assert report.exit_code == 0
 
 
 def test_persistence_and_memory(start_node: Callable[..., DevNode]) -> None:
@@ -876,11 +975,18 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"stalled_check": {"max_stalled": 2, "interval": "1h", "at_expiry": True}},
         [],
     ),
-    "nothing to sweep": (
-        {"queues": [], "stalled_check": {"max_stalled": 2}},
-        ["there is nothing to sweep"],
-    ),
 }
+
+
+def test_nothing_to_sweep_is_a_failure_as_for_run(node: DevNode) -> None:
+    """Exit 2, as `run` and `config validate` say it; what the node is like is told all the same."""
+    report = examine(settings_for(node.url, queues=[]))
+    (config,) = told(report, "config")
+    assert (config.result, report.exit_code) == ("fail", 2)
+    assert "there is nothing to sweep" in config.found
+    assert differing(report) == {"queue": "skip", "rows": "skip"}
+    searching = settings_for(node.url, queues=[], discovery={"enabled": True})
+    assert examine(searching).exit_code == 0
 
 
 @pytest.mark.parametrize(("settings", "expected"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
@@ -898,10 +1004,12 @@ def test_the_configuration_is_judged_first(settings: dict[str, Any], expected: l
 
 # --- the command --------------------------------------------------------------------------------
 
+COMMAND = (sys.executable, "-m", "emqtimerd", "check")
+
 
 def command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "emqtimerd", "check", *arguments],
+        [*COMMAND, *arguments],
         capture_output=True,
         text=True,
         timeout=30,
@@ -923,7 +1031,18 @@ def test_the_command_prints_lines(node: DevNode) -> None:
     assert "\x1b" not in done.stdout
     passed = "pass  acl          all 14 commands are allowed on the keys of 1 queue"
     assert passed in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1] == "16 passed, 1 to look at, 0 failed, 0 skipped"
+    assert done.stdout.splitlines()[-1] == "17 passed, 1 to look at, 0 failed, 0 not tried"
+
+
+def test_what_was_not_tried_takes_one_line() -> None:
+    """One failure stands out: the checks that could not follow it share the last line."""
+    report = examine(settings_for("redis://127.0.0.1:1"))
+    shown = list(lines(report))
+    untried = [line for line in shown if line.startswith("skip")]
+    assert untried == [shown[-3]]
+    assert untried[0].endswith("rows, persistence, memory: not tried after the failure of reach")
+    assert shown[-1] == "2 passed, 1 to look at, 1 failed, 14 not tried"
+    assert len(document(report)["checks"]) == len(CHECKS) + 1
 
 
 def test_the_command_prints_one_document(node: DevNode) -> None:
@@ -972,7 +1091,7 @@ def test_color_is_for_terminals() -> None:
 
 def on_terminal(terminal: int, no_color: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "emqtimerd", "check", "--url", "redis://127.0.0.1:1"],
+        [*COMMAND, "--url", "redis://127.0.0.1:1", "--queue", QUEUE],
         stdout=terminal,
         env={**os.environ, "NO_COLOR": no_color},
     )

@@ -433,6 +433,12 @@ class Settings(Section):
         own = self.queue.get(name)
         return _overlaid(general, own) if own else general
 
+    def extent(self) -> str:
+        """What is swept, in a few words for people."""
+        count = len(self.queues)
+        listed = f"{count} {'queue' if count == 1 else 'queues'} listed"
+        return f"{listed}, discovery {'on' if self.discovery.enabled else 'off'}"
+
     @cached_property
     def _globs(self) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(translate(match.glob)) for match in self.match)

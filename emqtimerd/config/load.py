@@ -117,6 +117,8 @@ def _problem(path: Path, fault: str, context: Mapping[str, Any], layer: Layer) -
         known = "" if isinstance(value, dict | list) else shown(path, value)
         return Problem(dotted(path), message, layer.origin, known)
     message = f"must be {allowed(kind)}" if kind else "is not allowed here"
+    if path == ("queue",) and not isinstance(value, dict):
+        message += "; did you mean queues?"
     if isinstance(value, str) and kind and kind.annotation in (int, float, bool):
         message += ", without quotes" if layer.quotes else ""
     # A text where a table belongs may be anything, a password too.
@@ -193,8 +195,13 @@ def _check_whole(merged: _Merged, listed: set[str], *, needs_queues: bool) -> li
     chosen = merged.origin(("queues",)).startswith("flag")
     relations = [*broken_relations(settings, None if chosen else listed)]
     if needs_queues and not settings.queues and not settings.discovery.enabled:
-        advice = 'list some, such as queues = ["orders"], or set discovery.enabled'
-        relations.append(Relation(("queues",), f"nothing to sweep: {advice}"))
+        advice = (
+            'list some, such as queues = ["orders"], name one with --queue, or set '
+            "discovery.enabled"
+        )
+        # Whoever wrote `queue = ["orders"]` is told that already.
+        listed_elsewhere: tuple[Path, ...] = (("discovery",), ("queue",))
+        relations.append(Relation(("queues",), f"nothing to sweep: {advice}", listed_elsewhere))
     return [
         Problem(
             dotted(relation.path),

@@ -4,12 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from emqtimerd.config.url import SCHEMES
+from emqtimerd.config.url import without_secrets
 
 Path = tuple[str | int, ...]
 
-# Values that are a secret, or that a secret is written to by mistake: a password for its file.
-_SECRETIVE = frozenset({"url", "password_file"})
+# A password that stands in `password_file` by mistake is no path: it is seldom in small letters and
+# has no slash and no ending.
+_PATH = r"/.*|[a-z0-9_.~-]*(/[a-z0-9_.~-]+)+|[a-z0-9_-]+\.[a-z]{1,5}"
 
 # A queue name of 255 bytes is the longest value that people compare character by character.
 _LONGEST = 300
@@ -82,21 +83,22 @@ def _short(text: str) -> str:
 
 
 def shown(path: Path, value: object) -> str:
-    """A value as an error may show it: containers by their kind, secrets not at all."""
+    """A value as an error may show it: containers by their kind, what may be a secret masked."""
     if isinstance(value, Mapping | list | tuple):
-        return "a table" if isinstance(value, Mapping) else "an array"
+        return "[]" if value == () else "a table" if isinstance(value, Mapping) else "an array"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if path[-1] in _SECRETIVE and not (isinstance(value, str) and value.startswith("/")):
-        return _scheme_only(value)
     if isinstance(value, str):
-        return quoted(_short(masked(value)))
+        return quoted(_short(_without_secrets(path, value)))
     try:
-        return _short(str(value))
+        return "***" if path[-1] in ("url", "password_file") else _short(str(value))
     except ValueError:  # an integer of more digits than Python is willing to print
         return "a very long number"
 
 
-def _scheme_only(value: object) -> str:
-    scheme, separator, _ = value.partition("://") if isinstance(value, str) else ("", "", "")
-    return f'"{scheme}://***"' if separator and scheme in SCHEMES else '"***"'
+def _without_secrets(path: Path, text: str) -> str:
+    if path[-1] == "url":
+        return without_secrets(text)
+    if path[-1] == "password_file" and not re.fullmatch(_PATH, text):
+        return "***"
+    return masked(text)

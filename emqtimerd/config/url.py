@@ -1,6 +1,7 @@
 """The address of a node: one URL for a single server, for Sentinel and for Cluster."""
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote, unquote
@@ -56,14 +57,7 @@ class NodeUrl:
         return self.scheme.partition("+")[0] in ("rediss", "valkeys")
 
     def __str__(self) -> str:
-        return self._text("***")
-
-    def reveal(self) -> str:
-        """The whole URL, the password included: for whoever dials it, never for a log or a page."""
-        return self._text(quote(self.password.get_secret_value(), safe="") if self.password else "")
-
-    def _text(self, password: str) -> str:
-        login = quote(self.username, safe="") + (f":{password}" if self.password else "")
+        login = quote(self.username, safe="") + (":***" if self.password else "")
         login += "@" if login else ""
         if self.scheme == "unix":
             return f"unix://{login}{quote(self.socket)}" + (f"?db={self.db}" if self.db else "")
@@ -77,7 +71,9 @@ def parse_url(text: str) -> NodeUrl:
     """The parts of a node URL; errors repeat no part of it that may be a secret."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in SCHEMES:
-        raise ValueError(_scheme_problem(scheme if separator else text))
+        raise ValueError(
+            _scheme_problem(scheme if separator and scheme.strip() == scheme else text)
+        )
     if scheme == "unix":
         return _unix(rest)
     authority, _, path = rest.partition("/")
@@ -108,7 +104,33 @@ def parse_url(text: str) -> NodeUrl:
     return NodeUrl(scheme, hosts, "", username, password, master, db)
 
 
+def without_secrets(text: str) -> str:
+    """A URL that may be ill formed, as an error may show it: what could be a secret is masked.
+
+    No secret are a scheme, hosts with their ports, and a database. What stands before the last "@"
+    may be one, and whatever is nothing of these.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return text if re.fullmatch(f"{_PLACE}:[0-9]+", text) else "***"
+    if not re.fullmatch(r"[a-z+]{1,20}", scheme):
+        return "***"
+    login, _, place = rest.rpartition("@")
+    path = _PATHS.get(scheme.partition("+")[2] or scheme, "(/[0-9]*)?")
+    where = path if scheme == "unix" else f"{_PLACE}(:[0-9]+)?(,{_PLACE}(:[0-9]+)?)*{path}"
+    masked = "***@" if login else ""
+    return f"{scheme}://{masked}{place if re.fullmatch(where, place) else '***'}"
+
+
+_PLACE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)"
+_PATHS = {"unix": r"[A-Za-z0-9._/-]+", "sentinel": "(/[A-Za-z0-9._-]*)?(/[0-9]*)?"}
+
+
 def _scheme_problem(scheme: str) -> str:
+    if scheme != scheme.strip():
+        return f"begins or ends with white space; must be {ALLOWED}"
+    if re.fullmatch(f"{_PLACE}:[0-9]+", scheme):
+        return f'does not begin with a scheme: write "redis://{scheme}", or "rediss://" for TLS'
     close = difflib.get_close_matches(scheme.lower(), SCHEMES, 1, 0.7)
     hint = f' (did you mean "{close[0]}://"?)' if close else ""
     return f"does not begin with a known scheme{hint}; must be {ALLOWED}"

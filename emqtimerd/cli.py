@@ -7,12 +7,13 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -34,11 +35,18 @@ app = typer.Typer(
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Configuration file.", envvar="EMQTIMERD_CONFIG"),
+    typer.Option(
+        "--config", metavar="FILE", help="Configuration file (TOML).", envvar="EMQTIMERD_CONFIG"
+    ),
 ]
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help="Address of the node; also EMQTIMERD_NODE__URL."),
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Address of the node, such as redis://127.0.0.1:6379, or rediss:// for TLS; also "
+        "EMQTIMERD_NODE__URL.",
+    ),
 ]
 Queues = Annotated[
     list[str] | None,
@@ -48,6 +56,54 @@ Queues = Annotated[
         help="A queue; repeat for more. Replaces the configured ones; also EMQTIMERD_QUEUES.",
     ),
 ]
+
+
+# --- what options are made of -------------------------------------------------------------------
+
+
+def _like(setting: str) -> Callable[[str], Any]:
+    """Reads an option as the setting of this name: the same values, refused in the same words."""
+
+    def read(text: str) -> Any:
+        from emqtimerd.config import ConfigError, load
+
+        try:
+            value: Any = load(None, {}, {setting: text}).settings
+        except ConfigError as error:
+            raise typer.BadParameter(error.problems[0].message) from None
+        for name in setting.split("."):
+            value = getattr(value, name)
+        return value
+
+    return read
+
+
+def _duration(text: str) -> float:
+    from emqtimerd.config import duration
+
+    # A number alone is seconds, as timeout(1) takes it.
+    unit = "s" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else ""
+    try:
+        return duration("1ms", "24h").parse(text + unit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _verb(text: str) -> str:
+    # The configuration and the documents write it with an underscore.
+    verb = text.replace("-", "_")
+    if verb not in ("promote", "stalled_check"):
+        raise typer.BadParameter("must be promote or stalled-check")
+    return verb
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65_535:
+        raise typer.BadParameter("must be a port from 1 to 65535, or 0 for any free one")
+    return int(text)
+
+
+# --- the commands -------------------------------------------------------------------------------
 
 
 def _version(wanted: bool) -> None:
@@ -65,13 +121,13 @@ def options(
     """Take the options that stand before a command."""
 
 
-@app.command()
+@app.command(short_help="Run the daemon.")
 def run(
     config: ConfigFile = None,
     url: Url = None,
     queue: Queues = None,
     embedded: Annotated[
-        bool, typer.Option("--embedded", help="Start an own devnode and work on that.")
+        bool, typer.Option("--embedded", help="Start a local node (devnode) and work on that.")
     ] = False,
 ) -> None:
     """Run the daemon: every due job pending on time, every lost lease recovered.
@@ -80,6 +136,8 @@ def run(
     0 stopped; 1 the grace was exceeded, or a thread died; 2 usage, configuration, port in use.
     """
     flags = {"node.url": url, "queues": tuple(queue) if queue else None}
+    if embedded and url is not None:
+        _refuse("--embedded brings a node of its own: leave out --url, or --embedded")
 
     def load() -> "Config":
         from emqtimerd.config import load as read
@@ -108,30 +166,47 @@ def run(
     os._exit(code)
 
 
-@app.command()
+@app.command(short_help="Sweep queues once, now.")
 def once(
     queue: Queues = None,
     config: ConfigFile = None,
     url: Url = None,
     verb: Annotated[
-        Literal["promote", "stalled-check"] | None,
-        typer.Option(help="Send only this verb.", show_default="both"),
+        str | None,
+        typer.Option(
+            parser=_verb,
+            metavar="VERB",
+            help="Send only this verb: promote or stalled-check.",
+            show_default="both",
+        ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, max=100_000, help="Jobs that one command moves at most."),
+        typer.Option(
+            parser=_like("promote.limit"),
+            metavar="N",
+            help="Jobs that one command moves at most.",
+            show_default="as configured, else 100",
+        ),
     ] = None,
     max_stalled: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            parser=_like("stalled_check.max_stalled"),
+            metavar="N",
+            show_default="as configured, else 1",
             help="Counted stalls that bury a job. With 1, EchoMQ's default, the first counted "
             "stall dead-letters it; an expiry that crossed a server restart is not counted.",
         ),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="Send nothing more after this long."),
+        typer.Option(
+            parser=_duration,
+            metavar="DURATION",
+            help="Send nothing more after this long, such as 500ms, 30s or 5m.",
+            show_default="none",
+        ),
     ] = None,
     drain: Annotated[
         bool, typer.Option("--drain/--no-drain", help="Sweep until nothing is due, or only once.")
@@ -149,15 +224,20 @@ def once(
     """
     settings = _load(config, {"node.url": url, "queues": tuple(queue) if queue else None}).settings
     if not settings.queues:
-        _refuse("no queue to sweep: name one with --queue NAME, or list `queues` in --config FILE")
+        search = "; once does not search for queues, as run does with discovery.enabled"
+        _refuse(
+            "no queue to sweep: name one with --queue NAME, or list `queues` in --config FILE"
+            + (search if settings.discovery.enabled else "")
+        )
 
     from emqtimerd.once import document, sweep_once, table
+    from emqtimerd.sweeper import VERBS
 
     interrupt = _Interrupt()
     report = sweep_once(
         settings,
         settings.queues,
-        verbs=("promote", "stalled_check") if verb is None else (_verb(verb),),
+        verbs=[each for each in VERBS if verb in (None, each)],
         limit=limit,
         max_stalled=max_stalled,
         timeout_seconds=timeout,
@@ -170,15 +250,11 @@ def once(
     elif report.fault is None:
         _print(table(report))
     if report.fault:
-        typer.echo(f"emqtimerd: {report.fault}", err=True)
+        _complain(f"{report.fault}" + (f"\nfix: {report.fix}" if report.fix else ""))
     raise typer.Exit(interrupt.exit_code or report.exit_code)
 
 
-def _verb(name: str) -> Literal["promote", "stalled_check"]:
-    return "promote" if name == "promote" else "stalled_check"
-
-
-@app.command()
+@app.command(short_help="Find out whether it would work, and what to do if not.")
 def check(
     config: ConfigFile = None,
     url: Url = None,
@@ -216,10 +292,11 @@ def check(
     raise typer.Exit(report.exit_code)
 
 
-@app.command()
+@app.command(short_help="Start a local EMQ node, to try things out.")
 def devnode(
     port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Port to listen on; 0: any free one.")
+        int,
+        typer.Option(parser=_port, metavar="PORT", help="Port to listen on; 0: any free one."),
     ] = 6379,
     directory: Annotated[
         Path | None,
@@ -241,7 +318,7 @@ def devnode(
     raise typer.Exit(run_devnode(port, directory, server, sys.stdout, sys.stderr))
 
 
-@app.command()
+@app.command(short_help="Watch all of it work for half a minute.")
 def demo() -> None:
     """Watch it work for half a minute: a node, jobs and workers, a server killed in between.
 
@@ -264,11 +341,11 @@ def demo() -> None:
     raise typer.Exit(code)
 
 
-config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the configuration, or check it.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 
-@config_app.command()
+@config_app.command(short_help="Print the settings in force, and who set them.")
 def show(config: ConfigFile = None) -> None:
     """Print the effective settings, secrets masked, with where each came from."""
     from emqtimerd.config import show as shown
@@ -276,11 +353,11 @@ def show(config: ConfigFile = None) -> None:
     _print(shown(_load(config, {})))
 
 
-@config_app.command()
+@config_app.command(short_help="List every problem; contact nothing.")
 def validate(config: ConfigFile = None) -> None:
     """Check file and environment as `run` does; list every problem, contact nothing."""
-    _load(config, {}, needs_queues=True)
-    _print("the configuration is valid")
+    loaded = _load(config, {}, needs_queues=True)
+    _print(f"{loaded.file or 'no configuration file'}: valid, {loaded.settings.extent()}")
 
 
 @config_app.command()
@@ -314,9 +391,13 @@ def _checked(load: Callable[[], "Config"]) -> "Config":
 
 
 def _refuse(message: str) -> NoReturn:
+    _complain(message)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _complain(message: str) -> None:
     for line in message.splitlines():
         typer.echo(f"emqtimerd: {line}", err=True)
-    raise typer.Exit(EXIT_USAGE)
 
 
 def _print(text: str) -> None:

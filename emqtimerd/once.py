@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from emqtimerd import wire
+from emqtimerd import verdict, wire
 from emqtimerd.config import Settings
-from emqtimerd.node import FenceRefused, Identity, Node, NodeFault, Unreachable, first_fault
+from emqtimerd.node import Identity, Node, NodeFault, first_fault
 from emqtimerd.sweeper import (
+    VERBS,
     Blocked,
     Expiry,
     Failure,
@@ -23,11 +24,7 @@ from emqtimerd.sweeper import (
     run_round,
 )
 from emqtimerd.topology import Nodes, open_nodes
-
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_UNREACHABLE = 3
-EXIT_FENCE = 4
+from emqtimerd.verdict import EXIT_DONE, EXIT_FAILED
 
 NO_LIMIT_SECONDS = 365 * 86_400.0
 """How long a sweep without `--timeout` may drain: as long as it moves something."""
@@ -90,16 +87,16 @@ class Report:
     queues: list[QueueReport] = field(default_factory=list)
     fault: NodeFault | None = None
     """What kept us from working on the node at all."""
+    fix: str = ""
+    """What to do about that."""
     dry_run: bool = False
 
     @property
     def exit_code(self) -> int:
         """The exit code of the command (an interrupt has its own)."""
-        if isinstance(self.fault, Unreachable):
-            return EXIT_UNREACHABLE
-        if isinstance(self.fault, FenceRefused):
-            return EXIT_FENCE
-        return EXIT_FAILED if self.fault or any(q.failed for q in self.queues) else EXIT_DONE
+        if self.fault:
+            return verdict.exit_code(self.fault)
+        return EXIT_FAILED if any(queue.failed for queue in self.queues) else EXIT_DONE
 
 
 def sweep_once(
@@ -142,7 +139,7 @@ def sweep_once(
                 result.backlog &= drain
                 known[result.queue].add(result)
     except NodeFault as fault:
-        report.fault = fault
+        report.fault, report.fix = fault, verdict.fix(settings.node, fault)
         for queue in report.queues:
             queue.unswept |= not queue.passes
     finally:
@@ -208,7 +205,11 @@ def document(report: Report) -> dict[str, Any]:
     if report.dry_run:
         result["dry_run"] = True
     if report.fault:
-        result["error"] = {"code": report.fault.code, "message": report.fault.message}
+        result["error"] = {
+            "code": report.fault.code,
+            "message": report.fault.message,
+            "fix": report.fix or None,
+        }
     result["nodes"] = [_node_document(*node) for node in report.nodes.items()]
     result["queues"] = [_queue_document(queue) for queue in report.queues]
     return result
@@ -323,14 +324,27 @@ def _rest(name: str, count: int, what: str) -> Iterable[str]:
 def _summary(report: Report) -> str:
     queues = report.queues
     count = len(queues)
-    failed = sum(queue.failed for queue in queues)
-    noun = "queue" if count == 1 else "queues"
     would = "would be " if report.dry_run else ""
     done = (
-        f"{count} {noun}: {sum(q.promoted for q in queues)} {would}promoted, "
+        f"{count} {'queue' if count == 1 else 'queues'}: "
+        f"{sum(q.promoted for q in queues)} {would}promoted, "
         f"{sum(q.recovered for q in queues)} {would}recovered, "
         f"{sum(len(q.dead) for q in queues)} {would}dead-lettered"
     )
-    if not failed:
-        return done
-    return f"{done}; {'all' if failed == count else f'{failed} of {count}'} failed"
+    troubles = ", ".join(_troubles(queues))
+    return f"{done}; {troubles}" if troubles else done
+
+
+def _troubles(queues: Sequence[QueueReport]) -> Iterable[str]:
+    """What went wrong or was left, and in how many of the queues."""
+    found: Counter[str] = Counter()
+    for queue in queues:
+        found.update(f"{verb} failed" for verb, _ in queue.errors)
+        found.update(f"{verb} blocked" for verb, _ in queue.blocked)
+        found.update(["not finished"] if queue.unswept else [])
+    ends = (*(f"{verb} {end}" for verb in VERBS for end in ("failed", "blocked")), "not finished")
+    for end in ends:
+        if found[end]:
+            every = found[end] == len(queues)
+            where = f"all {len(queues)}" if every else f"{found[end]} of {len(queues)}"
+            yield end if len(queues) == 1 else f"{end} in {where}"

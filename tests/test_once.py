@@ -272,7 +272,7 @@ def test_a_lane_row_is_named_and_the_rest_is_swept(node: DevNode, client: redis.
     assert run.code == 1
     assert "orders: promote is blocked by JOBLANE: EMQSTATE" in run.out
     assert "jobs behind it wait until that row is removed" in run.out
-    assert run.out.endswith("1 queue: 23 promoted, 0 recovered, 0 dead-lettered; all failed\n")
+    assert run.out.endswith("1 queue: 23 promoted, 0 recovered, 0 dead-lettered; promote blocked\n")
     assert client.zcard("emq:{orders}:schedule") == 2
     again = once("--url", node.url, "--queue", "orders", "--json").document
     (blocked,) = again["queues"][0]["blocked"]
@@ -290,11 +290,15 @@ def test_one_queue_that_fails_is_told_from_all_that_fail(
     partly = once(*base, "--queue", "orders", "--queue", "quiet")
     assert partly.code == 1
     assert partly.out.endswith(
-        "3 queues: 1 promoted, 0 recovered, 0 dead-lettered; 1 of 3 failed\n"
+        "3 queues: 1 promoted, 0 recovered, 0 dead-lettered; "
+        "promote failed in 1 of 3, stalled_check failed in 1 of 3\n"
     )
+    client.set("emq:{other}:schedule", "text")
+    both = once(*base, "--queue", "other").out
+    assert both.endswith("; promote failed in all 2, stalled_check failed in 1 of 2\n")
     wholly = once(*base)
     assert wholly.code == 1
-    assert wholly.out.endswith("; all failed\n")
+    assert wholly.out.endswith("dead-lettered; promote failed, stalled_check failed\n")
     assert "wrong: promote failed: WRONGTYPE" in wholly.out
     assert "wrong: stalled_check failed: WRONGTYPE" in wholly.out
     errors = once(*base, "--json").document["queues"][0]["error"]
@@ -330,10 +334,14 @@ def test_a_sweep_that_runs_out_of_time_says_what_it_left(stub: Stub) -> None:
     run = once("--url", stub.url, "--queue", "orders", "--timeout", "1.5")
     assert run.code == 1
     assert "orders: there was no time to finish it" in run.out
+    assert run.out.endswith("; not finished\n")
     assert int(run.out.splitlines()[1].split()[1]) == 100 * stub.count("EMQ.PROMOTE")
 
 
 # --- usage --------------------------------------------------------------------------------------
+
+LIMIT = "must be a whole number from 1 to 100000"
+STALLED = "must be a whole number from 1 to 1000000"
 
 USAGE: dict[str, tuple[list[str], str]] = {
     "no queue": ([], "no queue to sweep: name one with --queue NAME"),
@@ -342,11 +350,19 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "empty": (["--queue", ""], "is empty"),
     "too long": (["--queue", "x" * 256], "is 256 bytes long"),
     "named twice": (["--queue", "a", "--queue", "a"], "more than once"),
-    "limit 0": (["--queue", "a", "--limit", "0"], "--limit"),
-    "limit in words": (["--queue", "a", "--limit", "many"], "--limit"),
-    "max_stalled 0": (["--queue", "a", "--max-stalled", "0"], "--max-stalled"),
-    "timeout 0": (["--queue", "a", "--timeout", "0"], "--timeout"),
-    "another verb": (["--queue", "a", "--verb", "complete"], "--verb"),
+    "limit 0": (["--queue", "a", "--limit", "0"], f"'--limit': {LIMIT}"),
+    "limit in words": (["--queue", "a", "--limit", "many"], f"'--limit': {LIMIT}"),
+    "limit in Arabic": (["--queue", "a", "--limit", "\u0665"], f"'--limit': {LIMIT}"),
+    "limit NaN": (["--queue", "a", "--limit", "nan"], f"'--limit': {LIMIT}"),
+    "limit negative": (["--queue", "a", "--limit", "-5"], f"'--limit': {LIMIT}"),
+    "limit huge": (["--queue", "a", "--limit", "9" * 5000], f"'--limit': {LIMIT}"),
+    "max_stalled 0": (["--queue", "a", "--max-stalled", "0"], f"'--max-stalled': {STALLED}"),
+    "max_stalled huge": (["--queue", "a", "--max-stalled", "9" * 20], STALLED),
+    "timeout 0": (["--queue", "a", "--timeout", "0"], 'must be a duration from "1ms" to "24h"'),
+    "timeout NaN": (["--queue", "a", "--timeout", "nan"], 'such as "250ms", "1s"'),
+    "timeout infinite": (["--queue", "a", "--timeout", "inf"], "is not a duration"),
+    "timeout negative": (["--queue", "a", "--timeout", "-1s"], "is not a duration"),
+    "another verb": (["--queue", "a", "--verb", "complete"], "must be promote or stalled-check"),
     "no such option": (["--queue", "a", "--quick"], "--quick"),
     "a file that is not there": (["--config", "nowhere.toml"], "nowhere.toml"),
     "a URL of another world": (["--queue", "a", "--url", "http://me:hunter2@h/"], "node.url"),
@@ -370,6 +386,35 @@ def test_wrong_usage_is_told_before_anything_is_contacted(
     assert (ended.value.code, out, stub.connections) == (2, "", 0)
     assert words in err
     assert "hunter2" not in err
+
+
+def test_discovery_does_not_stand_in_for_names(stub: Stub) -> None:
+    """`once` does not search: it says so, and what to do instead."""
+    run = once("--url", stub.url, EMQTIMERD_DISCOVERY__ENABLED="true")
+    assert (run.code, run.out, stub.connections) == (2, "", 0)
+    assert "name one with --queue NAME" in run.err
+    assert "once does not search for queues" in run.err
+
+
+@pytest.mark.parametrize("timeout", ["1500ms", "1.5s", "2", "0.5", "1m"])
+def test_a_timeout_is_a_duration_or_seconds(stub: Stub, timeout: str) -> None:
+    """Written as everywhere in the configuration, or as a number of seconds."""
+    assert once("--url", stub.url, "--queue", "a", "--timeout", timeout).code == 0
+
+
+@pytest.mark.parametrize("verb", ["stalled-check", "stalled_check"])
+def test_a_verb_goes_by_both_spellings(stub: Stub, verb: str) -> None:
+    """The command line writes it with a hyphen, the configuration with an underscore."""
+    assert once("--url", stub.url, "--queue", "a", "--verb", verb).code == 0
+    assert (stub.count("EMQ.STALLED.CHECK"), stub.count("EMQ.PROMOTE")) == (1, 0)
+
+
+def test_a_database_that_is_not_there_is_a_wrong_configuration(node: DevNode) -> None:
+    """The server was reached and says that node.url is wrong: exit 2, and what to correct."""
+    run = once("--url", node.url.removesuffix("/0") + "/99", "--queue", "orders")
+    assert (run.code, run.out) == (2, "")
+    assert "DB index is out of range" in run.err
+    assert "emqtimerd: fix: this server has no database 99" in run.err
 
 
 def test_a_name_that_is_no_utf_8_is_wrong_usage(stub: Stub) -> None:
@@ -416,6 +461,16 @@ def test_an_unreachable_node_is_exit_3_with_its_address_and_no_secret(
     assert run.err.startswith(f"emqtimerd: 127.0.0.1:{stub.port}: ")
     assert words in run.err
     assert "hunter2" not in run.err + run.out
+    assert "\nemqtimerd: fix: " in run.err
+    assert run.document["error"]["fix"]
+
+
+def test_tls_to_a_port_that_has_none_says_what_to_try(node: DevNode) -> None:
+    """A server without TLS leaves the greeting unanswered, and that looks like a dead one."""
+    url = node.url.replace("redis://", "rediss://")
+    run = once("--url", url, "--queue", "a", EMQTIMERD_NODE__CONNECT_TIMEOUT="200ms")
+    assert run.code == 3
+    assert 'if this port does not speak TLS, write "redis://"' in run.err
 
 
 FENCES: dict[str, tuple[str, Answer, str]] = {

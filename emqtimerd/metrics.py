@@ -305,6 +305,13 @@ class LedgerCollector(Collector):
         yield GaugeMetricFamily(
             "emqtimerd_queues", "Queues that this daemon sweeps.", overview.queues
         )
+        index, count = overview.shard
+        yield GaugeMetricFamily(
+            "emqtimerd_shard_index", "Which part of the queues this daemon has, from 0 on.", index
+        )
+        yield GaugeMetricFamily(
+            "emqtimerd_shard_count", "Parts that the queues are shared out to.", count
+        )
         yield GaugeMetricFamily(
             "emqtimerd_config_last_reload_successful",
             "1 if the last reload of the configuration took effect, or there was none; else 0.",

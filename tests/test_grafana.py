@@ -2,10 +2,12 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from prometheus import METRIC, ROOT, Scene, trouble
+from prometheus import METRIC, ROOT, Scene, tool, trouble
 
 FILE = ROOT / "deploy" / "grafana" / "dashboard.json"
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
@@ -72,7 +74,45 @@ def test_every_metric_of_a_queue_is_narrowed_by_queue_and_node() -> None:
         for metric in METRIC.findall(target["expr"]):
             if re.match(r"emqtimerd_(jobs|queue_|lease|active|sweep|last_sweep)", metric):
                 assert 'queue=~"$queue"' in target["expr"], panel["title"]
-        assert 'node=~"$node"' in target["expr"], panel["title"]
+            assert 'node=~"$node"' in target["expr"], panel["title"]
+
+
+def test_queues_of_one_name_on_two_nodes_are_two_queues(tmp_path: Path) -> None:
+    """What one node's daemon does well hides nothing that another one's does not."""
+    series = {
+        "emqtimerd_node_up": ('node="{job}:6379"', "1", "1"),
+        "emqtimerd_queue_jobs": ('queue="orders",state="active"', "2", "3"),
+        "emqtimerd_queue_blocked": ('queue="orders",verb="promote"', "1", "1"),
+        "emqtimerd_last_sweep_timestamp_seconds": ('queue="orders",verb="promote"', "600", "0"),
+    }
+    expected = {"Queues": 2, "Blocked": 2, "Longest since a good sweep": 600}
+    case = {
+        "input_series": [
+            {
+                "series": f'{name}{{job="{job}",instance="{job}:9846",{labels}}}',
+                "values": f"{value}x10",
+            }
+            for name, (labels, *values) in series.items()
+            for job, value in zip(("near", "far"), values, strict=True)
+        ],
+        "promql_expr_test": [
+            {
+                "expr": filled_in(target["expr"]),
+                "eval_time": "10m",
+                "exp_samples": [{"labels": "{}", "value": expected[panel["title"]]}],
+            }
+            for panel, target in TARGETS
+            if panel["type"] == "stat" and panel["title"] in expected
+        ],
+    }
+    assert len(case["promql_expr_test"]) == len(expected)
+    file = tmp_path / "dashboard.yaml"
+    # JSON is YAML.
+    file.write_text(json.dumps({"tests": [case]}))
+    done = subprocess.run(
+        [tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_panels_fill_the_grid_without_gaps_or_overlaps() -> None:

@@ -67,6 +67,8 @@ OTHERS = {
     "emqtimerd_node_info": "info",
     "emqtimerd_queues": "gauge",
     "emqtimerd_config_last_reload_successful": "gauge",
+    "emqtimerd_shard_index": "gauge",
+    "emqtimerd_shard_count": "gauge",
     "emqtimerd_build_info": "info",
 }
 
@@ -136,6 +138,7 @@ def busy(ledger: Ledger) -> Ledger:
     ledger.round_skipped("promote")
     ledger.guard("orders", True)
     ledger.reloaded("no such file")
+    ledger.set_shard(2, 3)
     return ledger
 
 
@@ -232,6 +235,8 @@ def test_what_happened_is_what_is_shown(busy: Ledger) -> None:
         ),
         (2, "emqtimerd_queues", {}),
         (0, "emqtimerd_config_last_reload_successful", {}),
+        (2, "emqtimerd_shard_index", {}),
+        (3, "emqtimerd_shard_count", {}),
         (1, "emqtimerd_build_info", {"version": __version__}),
         (0, "emqtimerd_promotion_lateness_seconds_bucket", {"le": "0.0025"}),
         (1, "emqtimerd_promotion_lateness_seconds_bucket", {"le": "0.005"}),

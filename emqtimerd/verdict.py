@@ -1,5 +1,6 @@
 """What a fault of a node means to whoever ran a command: the exit code, and what to do about it."""
 
+import re
 import ssl
 
 from emqtimerd.config import ConfigError, NodeSettings
@@ -120,7 +121,9 @@ def _reach_fix(settings: NodeSettings, fault: NodeFault) -> str:
             f"{perhaps}nothing came back: is this the address (node.url), does a firewall drop the "
             "packets, does the server hang?"
         )
-    if fault.message.startswith("during the handshake") and not url.tls and not url.socket:
+    # A server that speaks TLS hangs up on whoever does not, in the midst of login or fence.
+    hung_up = re.search("during the handshake|reset by peer|[Cc]onnection closed", fault.message)
+    if hung_up and not url.tls and not url.socket:
         secure = url.scheme.replace("redis", "rediss").replace("valkey", "valkeys")
         return f'if this port speaks TLS, write "{secure}://"; else look into the server\'s log'
     if url.socket:

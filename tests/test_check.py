@@ -656,6 +656,24 @@ def test_tls(start_node: Callable[..., DevNode], certificates: Path) -> None:
         assert (failure.check, word in failure.fix) == ("tls", True), failure
 
 
+@pytest.mark.parametrize("login", ["", ":sesame@"])
+def test_plain_words_to_a_port_of_tls(
+    start_node: Callable[..., DevNode], certificates: Path, login: str
+) -> None:
+    """The server hangs up, on the fence or already on the login: the fix names the scheme."""
+    files, port = certificates / "own", free_port()
+    start_node(
+        "redis-7.0",
+        extra_args=(
+            *("--tls-port", str(port), "--tls-cert-file", f"{files}.crt"),
+            *("--tls-key-file", f"{files}.key", "--tls-ca-cert-file", f"{files}.crt"),
+        ),
+    )
+    failure = only_failure(examine(settings_for(f"redis://{login}127.0.0.1:{port}/0")), 3)
+    assert failure.check == "reach"
+    assert 'if this port speaks TLS, write "rediss://"' in failure.fix
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

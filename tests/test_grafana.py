@@ -86,7 +86,8 @@ def test_queues_of_one_name_on_two_nodes_are_two_queues(tmp_path: Path) -> None:
         "emqtimerd_last_sweep_timestamp_seconds": ('queue="orders",verb="promote"', "600", "0"),
     }
     expected = {"Queues": 2, "Blocked": 2, "Longest since a good sweep": 600}
-    case = {
+    case: dict[str, Any] = {
+        "interval": "1m",
         "input_series": [
             {
                 "series": f'{name}{{job="{job}",instance="{job}:9846",{labels}}}',

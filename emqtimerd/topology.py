@@ -276,8 +276,8 @@ class SlotRange:
 
 
 def read_slots(reply: wire.Reply, asked: str) -> list[SlotRange]:
-    """Read CLUSTER SLOTS. A server that does not know its own address leaves it open: then it is
-    `asked`, where we asked. Raises ReplyError or ShapeError."""
+    """Read CLUSTER SLOTS. Where an address is left open it is `asked`, the host that was asked.
+    Raises ReplyError or ShapeError."""
     if isinstance(reply, wire.ReplyError):
         raise reply
     if not isinstance(reply, list):
@@ -300,9 +300,13 @@ _NO_HOST = "?"
 
 def _read_server(reply: object, asked: str) -> Server:
     match reply:
+        case [b"?", int() as port, bytes() as node_id, [b"ip", bytes() as host, *_], *_]:
+            pass  # called by its address until it has a name
         case [bytes() | None as host, int() as port, bytes() as node_id, *_]:
-            return Server(node_id, (host or b"").decode(errors="replace") or asked, port)
-    raise wire.ShapeError("CLUSTER SLOTS", reply)
+            pass
+        case _:
+            raise wire.ShapeError("CLUSTER SLOTS", reply)
+    return Server(node_id, (host or b"").decode(errors="replace") or asked, port)
 
 
 @dataclass(slots=True)
@@ -462,7 +466,7 @@ class ClusterNodes(Nodes):
         others = [server for r in ranges for server in r.replicas]
         others += [server for server, well in works.items() if not well]
         found = [
-            *_moved_to(told),
+            *_moved_to(told, [server.host for server in primaries]),
             *((server.host, server.port) for server in primaries),
             *self._settings.url.hosts,
             *((server.host, server.port) for server in others),
@@ -593,11 +597,13 @@ def _told(troubles: Sequence[NodeFault]) -> str:
     return "; ".join([*told, f"and {more} more"] if more > 0 else told)
 
 
-def _moved_to(text: str) -> list[tuple[str, int]]:
-    """Return where MOVED sends its reader, if it does."""
+def _moved_to(text: str, hosts: Sequence[str]) -> list[tuple[str, int]]:
+    """Return where MOVED sends its reader, if it does; where it names no host, that is one of the
+    hosts that have the others."""
     match text.split():
         case ["MOVED", _, address]:
             host, _, port = address.rpartition(":")
-            if host and port.isdigit():
-                return [(host, int(port))]
+            if port.isdigit():
+                where = hosts if host in ("", _NO_HOST) else [host]
+                return [(host, int(port)) for host in where]
     return []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import redis
 from conftest import TEST_ARGS, connect, server_path, wait_until
 from echomq import base, send
@@ -18,6 +20,7 @@ from emqtimerd import wire
 from emqtimerd.devnode import DevNode
 from emqtimerd.devnode.node import _free_port
 from emqtimerd.devnode.process import Process, end, spawn
+from emqtimerd.node import host_and_port
 
 START_SECONDS = 60.0
 """How long a set of servers may take to stand: three seconds here, and a minute on a tired machine
@@ -27,7 +30,6 @@ NODE_TIMEOUT_MS = 1000
 """When the others give a silent server up. Less, and a busy machine makes servers look dead."""
 
 CLUSTER_ARGS = (
-    *TEST_ARGS,
     *("--cluster-enabled", "yes"),
     *("--cluster-node-timeout", str(NODE_TIMEOUT_MS)),
     # A replica takes over however long it has not heard of its primary.
@@ -71,13 +73,26 @@ def pending(client: redis.Redis, queue: str) -> set[bytes]:
     return set(ask(client, "ZRANGE", base(queue) + b"pending", 0, -1))
 
 
-class Servers:
-    """Some servers of a test, and a client of each."""
+def resolve_test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every name that ends in .test be this machine, as far as this process asks."""
+    real = socket.getaddrinfo
 
-    def __init__(self, directory: Path, kind: str = "valkey-9") -> None:
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        return real("127.0.0.1" if host.endswith(".test") else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+class Servers:
+    """Some servers of a test. They listen at 127.0.0.1 for the test, and may know each other by
+    another address."""
+
+    def __init__(self, directory: Path, *, kind: str = "valkey-9", host: str = "127.0.0.1") -> None:
+        self.host = host
+        """Where the servers are for each other."""
+        self.nodes: list[DevNode] = []
         self._directory = directory
         self._server = str(server_path(kind))
-        self.nodes: list[DevNode] = []
 
     def __enter__(self) -> Self:
         try:
@@ -93,21 +108,40 @@ class Servers:
     def start(self) -> None:
         raise NotImplementedError
 
+    @property
+    def bound_to(self) -> Sequence[str]:
+        """Where the servers listen."""
+        return ("127.0.0.1", "::1") if self.host == "::1" else ("127.0.0.1",)
+
+    def arguments(self, number: int) -> Sequence[str]:
+        """What a server is started with, by its number."""
+        del number  # these have all the same
+        return (*TEST_ARGS, "--bind", *self.bound_to)
+
+    def port_of(self, node: DevNode) -> int:
+        """Where a server listens for the others, and for the daemon."""
+        return node.port
+
+    def name_of(self, node: DevNode) -> str:
+        """What the daemon calls a server."""
+        return host_and_port(self.host, self.port_of(node))
+
     def add(self, count: int, *arguments: str, **options: Any) -> list[DevNode]:
         """Start servers, all at the same time."""
-        added = [
-            DevNode(
-                self._directory / f"server{len(self.nodes) + number}",
-                server=self._server,
-                extra_args=(*TEST_ARGS, *arguments),
-                **{"appendonly": False, **options},
-            )
-            for number in range(count)
-        ]
+        numbers = range(len(self.nodes), len(self.nodes) + count)
+        added = [self.server(number, *arguments, **options) for number in numbers]
         self.nodes += added
-        with ThreadPoolExecutor(len(added)) as pool:
-            list(pool.map(DevNode.start, added))
+        start_all(added)
         return added
+
+    def server(self, number: int, *arguments: str, **options: Any) -> DevNode:
+        """A server that is not started yet."""
+        return DevNode(
+            self._directory / f"server{number}",
+            server=self._server,
+            extra_args=(*self.arguments(number), *arguments),
+            **{"appendonly": False, **options},
+        )
 
     def stop(self) -> None:
         for node in self.nodes:
@@ -125,20 +159,61 @@ class Servers:
         os.kill(node.pid, signal.SIGCONT)
 
 
+def start_all(nodes: Sequence[DevNode]) -> None:
+    """Start servers, all at the same time."""
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        list(pool.map(DevNode.start, nodes))
+
+
+def wait_in_step(replicas: Sequence[DevNode]) -> None:
+    """Wait until replicas have what their primaries have."""
+    for node in replicas:
+        with connect(node) as client:
+            wait_until(
+                lambda: client.info("replication")["master_link_status"] == "up",
+                "the replica is in step",
+                START_SECONDS,
+            )
+
+
 # --- Cluster ------------------------------------------------------------------------------------
 
 
 class Cluster(Servers):
-    """Primaries that share the slots out evenly, and replicas of them in the same order."""
+    """Primaries that share the slots out evenly, and replicas of them in the same order.
 
-    def __init__(self, directory: Path, primaries: int = 3, replicas: int = 0) -> None:
-        super().__init__(directory)
+    `endpoints` is what they are called by: `ip`, `hostname` or `unknown-endpoint`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        primaries: int = 3,
+        replicas: int = 0,
+        endpoints: str = "ip",
+        **options: Any,
+    ) -> None:
+        super().__init__(directory, **options)
         self._primaries, self._replicas = primaries, replicas
+        self._endpoints = endpoints
+
+    def arguments(self, number: int) -> Sequence[str]:
+        return (
+            *super().arguments(number),
+            *CLUSTER_ARGS,
+            *("--cluster-announce-hostname", f"server{number}.test"),
+            *("--cluster-preferred-endpoint-type", self._endpoints),
+        )
+
+    def name_of(self, node: DevNode) -> str:
+        if self._endpoints == "hostname":
+            return f"server{self.nodes.index(node)}.test:{self.port_of(node)}"
+        return super().name_of(node)
 
     @property
     def url(self) -> str:
         """An address that names one server and finds all."""
-        return f"redis+cluster://127.0.0.1:{self.nodes[0].port}"
+        return f"redis+cluster://{self.name_of(self.nodes[0])}"
 
     @property
     def primaries(self) -> list[DevNode]:
@@ -151,7 +226,7 @@ class Cluster(Servers):
         return self.nodes[self._primaries :]
 
     def start(self) -> None:
-        self.add(self._primaries + self._replicas, *CLUSTER_ARGS, appendonly=True)
+        self.add(self._primaries + self._replicas, appendonly=True)
         share = -(-16384 // self._primaries)
         for number, node in enumerate(self.nodes):
             with connect(node) as client:
@@ -164,7 +239,7 @@ class Cluster(Servers):
                 # Two suffice for all to hear of each other; so it takes fewer rounds of gossip.
                 for other in self.nodes:
                     if other is not node:
-                        ask(client, "CLUSTER", "MEET", "127.0.0.1", other.port)
+                        ask(client, "CLUSTER", "MEET", self.host, self.port_of(other))
         wait_until(
             lambda: all(self._known(node) for node in self.nodes), "all have met", START_SECONDS
         )
@@ -174,21 +249,13 @@ class Cluster(Servers):
         wait_until(self.is_whole, "the cluster works", START_SECONDS)
         with self.client_of_slot(wire.slot_of_tag(b"emq")) as client:
             client.set(wire.BRAND_KEY, wire.BRAND)
-        wait_until(
-            lambda: all(map(self._in_step, self.replicas)),
-            "the replicas are in step",
-            START_SECONDS,
-        )
+        wait_in_step(self.replicas)
 
     def _known(self, node: DevNode) -> bool:
         with connect(node) as client:
             lines = ask(client, "CLUSTER", "NODES").decode().splitlines()
         well = [line for line in lines if "handshake" not in line and "noaddr" not in line]
         return len(well) == len(self.nodes)
-
-    def _in_step(self, node: DevNode) -> bool:
-        with connect(node) as client:
-            return bool(client.info("replication")["master_link_status"] == "up")
 
     def is_whole(self) -> bool:
         """Whether every server thinks so."""
@@ -246,19 +313,14 @@ class Cluster(Servers):
             with connect(node) as client:
                 ask(client, "CLUSTER", "SAVECONFIG")
             node.kill()
-        for number, node in enumerate(primaries):
-            self.nodes[number] = DevNode(
-                node.directory,
-                server=self._server,
-                extra_args=CLUSTER_ARGS,
-                brand=False,
-            )
-        with ThreadPoolExecutor(len(primaries)) as pool:
-            list(pool.map(DevNode.start, self.primaries))
+        for number in range(len(primaries)):
+            self.nodes[number] = self.server(number, appendonly=True)
+        start_all(self.primaries)
 
     def _migrate(self, source: redis.Redis, target: DevNode, keys: Sequence[bytes]) -> None:
         if keys:
-            ask(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+            to = (self.host, self.port_of(target))
+            ask(source, "MIGRATE", *to, "", 0, 5000, "KEYS", *keys)
 
 
 # --- Sentinel -----------------------------------------------------------------------------------
@@ -277,10 +339,10 @@ class Sentinels(Servers):
         node_arguments: Sequence[str] = (),
         count: int = 3,
         password: str = "",
-        kind: str = "valkey-9",
         tls: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(directory, kind)
+        super().__init__(directory, **options)
         self._tls = tls
         self._lines = sentinel_lines
         self._node_arguments = node_arguments
@@ -291,7 +353,7 @@ class Sentinels(Servers):
 
     @property
     def url(self) -> str:
-        hosts = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        hosts = ",".join(host_and_port(self.host, port) for port in self.ports)
         return f"redis+sentinel://{hosts}/{MASTER}/0"
 
     def start(self) -> None:
@@ -299,11 +361,12 @@ class Sentinels(Servers):
         for number in range(self._count):
             self._start_sentinel(number, primary)
         wait_until(self._agree, "the sentinels have found each other", START_SECONDS)
+        wait_in_step(self.nodes[1:])
 
     def start_servers(self) -> int:
         """Start a primary and a replica; return the port that sentinels know the first by."""
         (primary,) = self.add(1, *self._node_arguments)
-        replicates = ("--replicaof", f"127.0.0.1 {primary.port}")
+        replicates = ("--replicaof", f"{self.host} {primary.port}")
         self.add(1, *self._node_arguments, *replicates, brand=False)
         return primary.port
 
@@ -315,9 +378,9 @@ class Sentinels(Servers):
             "\n".join(
                 [
                     *(["port 0", f"tls-port {port}"] if self._tls else [f"port {port}"]),
-                    "bind 127.0.0.1",
+                    f"bind {' '.join(self.bound_to)}",
                     f"dir {directory}",
-                    f"sentinel monitor {MASTER} 127.0.0.1 {primary} {self._count // 2 + 1}",
+                    f"sentinel monitor {MASTER} {self.host} {primary} {self._count // 2 + 1}",
                     f"sentinel down-after-milliseconds {MASTER} 500",
                     f"sentinel failover-timeout {MASTER} 2000",
                     *self._lines,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import redis
 from conftest import connect, wait_until
 from daemon_process import DaemonThread
-from server_sets import MASTER, Sentinels, ask, pending, schedule
+from server_sets import MASTER, Cluster, Sentinels, ask, pending, resolve_test_names, schedule
 from stub import Stub
 
 from emqtimerd.config import Settings, load
@@ -320,26 +320,68 @@ def test_sentinels_and_their_servers_by_tls(tmp_path: Path, authority: Authority
                 open_nodes(bare.node).refresh()
 
 
-def test_a_cluster_by_tls(start_node: Start, authority: Authority) -> None:
-    """The slot map names the ports that speak TLS to whoever asks at one."""
-    port = _free_port()
-    server = start_node(
-        "redis-7.0",
-        extra_args=(
-            *tls_arguments(authority, port),
-            *("--cluster-enabled", "yes", "--tls-cluster", "yes"),
-        ),
-    )
-    with connect(server) as client:
-        ask(client, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        wait_until(lambda: b"cluster_state:ok" in ask(client, "CLUSTER", "INFO"), "it works")
-        client.set("{emq}:version", "echomq:6.0.0")
-        schedule(client, "orders", "JOB1")
-    node = {"url": f"rediss+cluster://127.0.0.1:{port}", "tls": {"ca_file": authority.file}}
-    settings = Settings.model_validate({"node": node})
-    report = sweep_once(settings, ["orders"], verbs=("promote",))
-    assert list(report.nodes) == [f"127.0.0.1:{port}"]
-    assert [queue.promoted for queue in report.queues] == [1]
+class TlsCluster(Cluster):
+    """Three primaries and a replica of the first, which are called by host names and speak TLS
+    alone to each other; each has a certificate for its own name and for no other."""
+
+    def __init__(self, directory: Path, authority: Authority) -> None:
+        super().__init__(directory, replicas=1, endpoints="hostname", kind="redis-7.0")
+        self._authority = authority
+        self._secure_ports: list[int] = []
+
+    @property
+    def url(self) -> str:
+        return super().url.replace("redis+", "rediss+")
+
+    def arguments(self, number: int) -> Sequence[str]:
+        self._secure_ports.append(port := _free_port())
+        self._authority.sign(f"server{number}", f"DNS:server{number}.test")
+        return (
+            *super().arguments(number),
+            *tls_arguments(self._authority, port, f"server{number}"),
+            *("--tls-cluster", "yes", "--tls-replication", "yes"),
+        )
+
+    def port_of(self, node: DevNode) -> int:
+        return self._secure_ports[self.nodes.index(node)]
+
+
+@slow
+def test_a_cluster_by_tls(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each server is asked for by its own name and has to show that it is it: those of the slot
+    map, the one that a slot moved to, and the replica that took over."""
+    resolve_test_names(monkeypatch)
+    with TlsCluster(tmp_path, authority) as cluster:
+        first, second, third = cluster.primaries
+        (heir,) = cluster.replicas
+        (failing,), (moving,) = cluster.queues_of(first), cluster.queues_of(second)
+        queues = [failing, moving]
+        trust = {"ca_file": authority.file}
+        node: dict[str, Any] = {
+            "url": f"{cluster.url},{cluster.name_of(second)}",
+            "tls": trust,
+            "timeout": "1s",
+            "connect_timeout": "1s",
+        }
+        every = {"interval": "100ms"}
+        with DaemonThread(node=node, queues=queues, promote=every) as daemon:
+            daemon.wait_ready()
+            cluster.move(moving, second, third)
+            first.kill()
+            for queue, server in {moving: third, failing: heir}.items():
+                daemon.wait_value(f'emqtimerd_node_up{{node="{cluster.name_of(server)}"}}', 1, 20)
+                with connect(server) as client:
+                    schedule(client, queue, "JOB1")
+                daemon.wait_value(f'emqtimerd_jobs_promoted_total{{queue="{queue}"}}', 1)
+            daemon.wait_ready()
+        # Their names are checked: with one that is not theirs they are not talked to.
+        other = Settings.model_validate(
+            {"node": node | {"tls": trust | {"server_name": "server9.test"}}}
+        )
+        fault = sweep_once(other, queues, verbs=("promote",)).fault
+        assert "certificate is not valid for 'server9.test'" in str(fault)
 
 
 # --- logins -------------------------------------------------------------------------------------

@@ -15,15 +15,24 @@ import pytest
 import redis
 from conftest import connect, wait_until
 from daemon_process import DaemonThread
-from server_sets import MASTER, Cluster, Sentinels, ask, lease, pending, schedule
-from stub import NIL, SILENCE, Stub, array, bulk, error
+from server_sets import (
+    MASTER,
+    Cluster,
+    Sentinels,
+    ask,
+    lease,
+    pending,
+    resolve_test_names,
+    schedule,
+)
+from stub import NIL, SILENCE, Stub, array, bulk, error, integer
 
 from emqtimerd import wire
 from emqtimerd.acl import acl_words
 from emqtimerd.check import Finding, Report, examine
 from emqtimerd.chronicle import Chronicle
-from emqtimerd.config import Settings
-from emqtimerd.config.settings import DiscoverySettings
+from emqtimerd.config import DiscoverySettings, Settings
+from emqtimerd.devnode import DevNode
 from emqtimerd.ledger import Ledger
 from emqtimerd.log import open_log
 from emqtimerd.node import FenceRefused, NodeFault, NotReady, Unreachable
@@ -576,6 +585,118 @@ def test_a_cluster_that_nobody_answers_for_is_unreachable(stub: Stub) -> None:
     assert f"localhost:{stub.port}: cannot connect" in str(report.fault)
 
 
+# --- Cluster: how servers are called ------------------------------------------------------------
+
+
+CALLED: dict[str, dict[str, Any]] = {
+    "by IPv6": {"host": "::1"},
+    "by host names": {"endpoints": "hostname"},
+    "not at all": {"endpoints": "unknown-endpoint"},
+}
+
+
+@slow
+@pytest.mark.parametrize("called", CALLED.values(), ids=CALLED)
+def test_servers_are_called_as_the_cluster_calls_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    open_daemon: Open,
+    called: dict[str, Any],
+) -> None:
+    """In the slot map, after a slot has moved, and after a failover; those that are called nothing
+    are where the map was asked for."""
+    resolve_test_names(monkeypatch)
+    with Cluster(tmp_path, replicas=1, **called) as cluster:
+        first, second, third = cluster.primaries
+        (heir,) = cluster.replicas
+        (failing,), (moving,) = cluster.queues_of(first), cluster.queues_of(second)
+        daemon = open_daemon(cluster.url, [failing, moving])
+        for node in cluster.primaries:
+            daemon.wait_value(is_up(cluster.name_of(node)), 1)
+        cluster.move(moving, second, third)
+        first.kill()
+        for queue, node in {moving: third, failing: heir}.items():
+            daemon.wait_value(is_up(cluster.name_of(node)), 1, 20)
+            with cluster.client_of_slot(wire.slot(queue)) as client:
+                assert client.connection_pool.connection_kwargs["port"] == node.port
+                schedule(client, queue, "JOB1")
+            daemon.wait_value(promoted(queue), 1)
+        daemon.wait_ready()
+        names = {cluster.name_of(node) for node in (second, third, heir)}
+        assert {name for name in daemon.scrape() if "node_up" in name} == set(map(is_up, names))
+        url = f"{cluster.url},{cluster.name_of(heir)}"
+        report = once(settings_of(url, [failing, moving]))
+        assert report["ok"], report
+        told = [queue["node"] for queue in report["queues"]]
+        assert told == [cluster.name_of(heir), cluster.name_of(third)]
+
+
+@slow
+def test_a_server_without_the_name_that_it_is_to_be_called_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is called by its address until it has one."""
+    resolve_test_names(monkeypatch)
+    with Cluster(tmp_path, primaries=2, endpoints="hostname") as cluster:
+        first, second = cluster.primaries
+        queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
+        for node in cluster.primaries:
+            with connect(node) as client:
+                client.config_set("cluster-announce-hostname", "")
+                schedule(client, cluster.queues_of(node)[0], "JOB1")
+        with connect(first) as client:
+            wait_until(
+                lambda: str(ask(client, "CLUSTER", "SLOTS")).count("?") == 2, "the other has heard"
+            )
+        report = once(settings_of(cluster.url, queues))
+        assert [(queue["promoted"], queue["node"]) for queue in report["queues"]] == [
+            (1, f"127.0.0.1:{first.port}"),
+            (1, f"127.0.0.1:{second.port}"),
+        ]
+
+
+@pytest.mark.parametrize("host", [b"", b"?"], ids=["called nothing", "a name that is not known"])
+def test_moved_to_a_server_without_an_address(
+    stub: Stub, open_rounds: Callable[..., tuple[Nodes, Rounds, Ledger]], host: bytes
+) -> None:
+    """It is at the port of the reply, where the others are, and is the one that knows the slots."""
+    with Stub() as new:
+        known = [b"127.0.0.1", b""][host == b""]
+        for server in (stub, new):
+            server.on("CLUSTER", slots_of(known, server.port))
+        stub.on("EMQ.PROMOTE", error(b"MOVED 5 %b:%d" % (host, new.port)))
+        new.on("EMQ.PROMOTE", integer(1))
+        url = f"redis+cluster://127.0.0.1:{stub.port}"
+        _, rounds, ledger = open_rounds(settings_of(url, ["orders"]))
+        rounds.run("promote", ["orders"])
+        (queue,) = ledger.queues()
+        assert (queue.promoted, queue.node) == (1, f"127.0.0.1:{new.port}")
+
+
+def slots_of(host: bytes, port: int) -> Any:
+    """A slot map with one primary."""
+    server = array(bulk(host) if host else NIL, integer(port), bulk(b"%d" % port))
+    return array(array(integer(0), integer(16383), server))
+
+
+# --- one server ---------------------------------------------------------------------------------
+
+
+def test_a_server_at_an_ipv6_address(start_node: Callable[..., DevNode]) -> None:
+    """Its address has brackets wherever it is written."""
+    server = start_node(extra_args=("--bind", "127.0.0.1", "::1"))
+    url = f"redis://[::1]:{server.port}/0"
+    with connect(server) as client:
+        schedule(client, "orders", "JOB1")
+    report = once(settings_of(url, ["orders"]))
+    assert (report["ok"], report["queues"][0]["promoted"]) == (True, 1)
+    assert [node["node"] for node in report["nodes"]] == [f"[::1]:{server.port}"]
+    assert examine(settings_of(url, ["orders"])).exit_code == 0
+    server.stop()
+    fault = sweep_once(settings_of(url), ["orders"], verbs=("promote",)).fault
+    assert str(fault).startswith(f"[::1]:{server.port}: cannot connect")
+
+
 # --- what CLUSTER SLOTS may say -----------------------------------------------------------------
 
 SLOTS: dict[str, tuple[object, list[tuple[int, int, str, int]]]] = {
@@ -586,7 +707,15 @@ SLOTS: dict[str, tuple[object, list[tuple[int, int, str, int]]]] = {
     ),
     "its own address is unknown": ([[0, 5, [None, 6379, b"a"]]], [(0, 5, "asked", 6379)]),
     "its own address is empty": ([[0, 5, [b"", 6379, b"a"]]], [(0, 5, "asked", 6379)]),
-    "a name is wanted and there is none": ([[0, 5, [b"?", 6379, b"a"]]], []),
+    "a name is wanted and there is none": (
+        [[0, 5, [b"?", 6379, b"a", [b"ip", b"10.0.0.1"]]]],
+        [(0, 5, "10.0.0.1", 6379)],
+    ),
+    "nor is the address known": (
+        [[0, 5, [b"?", 6379, b"a", [b"ip", b""]]]],
+        [(0, 5, "asked", 6379)],
+    ),
+    "a name is wanted and there is nothing": ([[0, 5, [b"?", 6379, b"a", []]]], []),
     "nothing": ([], []),
 }
 
@@ -692,6 +821,41 @@ def test_a_failover_is_followed(sentinels: Sentinels, open_daemon: Open, how: st
     assert samples[expiries("orders", "restart")] == 1
     assert samples[expiries("orders", "stall")] == 0
     assert len(daemon.told("node restarted")) == 1
+
+
+SENTINELS_CALL: dict[str, dict[str, Any]] = {
+    "by IPv6": {"host": "::1"},
+    "by host names": {
+        "host": "localhost",
+        "sentinel_lines": ("sentinel resolve-hostnames yes", "sentinel announce-hostnames yes"),
+        "node_arguments": ("--replica-announce-ip", "localhost"),
+    },
+}
+
+
+@slow
+@pytest.mark.parametrize("called", SENTINELS_CALL.values(), ids=SENTINELS_CALL)
+def test_sentinels_name_the_primary_in_any_way(
+    tmp_path: Path, open_daemon: Open, called: dict[str, Any]
+) -> None:
+    """Before a failover and after it; the sentinels themselves are reached so as well."""
+    with Sentinels(tmp_path, count=1, **called) as sentinels:
+        old, new = sentinels.nodes
+        settings = settings_of(sentinels.url, ["orders"])
+        daemon = open_daemon(sentinels.url, ["orders"])
+        daemon.wait_ready()
+        for primary in (old, new):
+            if primary is new:
+                old.kill()
+                sentinels.wait_named(new)
+            with connect(primary) as client:
+                schedule(client, "orders", f"JOB{primary.port}")
+            daemon.wait_value(promoted("orders"), 1 + (primary is new))
+            nodes = open_nodes(settings.node)
+            assert nodes.account().found == (
+                f"{MASTER} is {sentinels.name_of(primary)}, say 1 of 1 sentinels"
+            )
+            nodes.close()
 
 
 @slow

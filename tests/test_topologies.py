@@ -31,7 +31,8 @@ from emqtimerd import wire
 from emqtimerd.acl import acl_words
 from emqtimerd.check import Finding, Report, examine
 from emqtimerd.chronicle import Chronicle
-from emqtimerd.config import DiscoverySettings, Settings
+from emqtimerd.config import Settings
+from emqtimerd.config.settings import DiscoverySettings
 from emqtimerd.devnode import DevNode
 from emqtimerd.ledger import Ledger
 from emqtimerd.log import open_log

@@ -5,7 +5,7 @@ restart. What stays as it was is not told again.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emqtimerd import wire
@@ -23,11 +23,29 @@ class _RestartReport:
 
     run_id: str
     unseen: set[str]
-    """Queues whose leases have not been looked at since the restart."""
-    found: int = 0
+    """Queues whose leases have not been looked at since the restart; the report waits for them."""
+    unread: set[str] = field(default_factory=set)
+    """Queues whose leases could not be read; it waits no longer for them."""
     left: dict[str, int] = field(default_factory=dict)
+    """The leases that are still there, by queue."""
+    found: int = 0
     recovered: int = 0
+    abandoned: int = 0
+    """How many were there when their queue was no longer ours to look at."""
     begun: bool = False
+
+    def fields(self) -> dict[str, int]:
+        """The numbers, which add up to the leases that were found."""
+        left = sum(self.left.values())
+        # More may have been recovered than was counted: counts stop at a thousand a queue.
+        found = max(self.found, self.recovered + self.abandoned + left)
+        numbers = {
+            "leases": found,
+            "recovered": self.recovered,
+            "settled_elsewhere": found - self.recovered - self.abandoned - left,
+        }
+        more = {"not_followed": self.abandoned, "left": left}
+        return numbers | {name: number for name, number in more.items() if number}
 
 
 class Chronicle:
@@ -81,6 +99,7 @@ class Chronicle:
         with self._lock:
             if before is not None:
                 self._log.warning("node restarted", node=node, run_id=identity.run_id, was=before)
+            self._break_off(node, "the node was restarted again")
             self._restarts[node] = _RestartReport(identity.run_id, set(queues))
 
     def nodes_changed(self, names: Sequence[str], heirs: Mapping[str, str]) -> None:
@@ -90,15 +109,17 @@ class Chronicle:
             self._down = {name: code for name, code in self._down.items() if name in names}
             self._up &= set(names)
             self._peekless &= set(names)
-            self._restarts = {n: report for n, report in self._restarts.items() if n in names}
+            for name in self._restarts.keys() - set(names):
+                self._break_off(name, "the node is no primary any more")
 
-    def forget_nodes(self) -> None:
-        """Forget how the nodes were: others have taken their place, or these in another way."""
+    def begin_anew(self) -> None:
+        """Forget how everything was: other nodes have taken the place of these, or these same ones
+        are spoken to in another way."""
         with self._lock:
-            self._down.clear()
-            self._up.clear()
-            self._peekless.clear()
-            self._restarts.clear()
+            for name in list(self._restarts):
+                self._break_off(name, "the settings of the node were changed")
+            for memory in (self._down, self._up, self._troubles, self._lenient, self._peekless):
+                memory.clear()
 
     # --- queues ---------------------------------------------------------------------------------
 
@@ -113,29 +134,33 @@ class Chronicle:
                     self._tell_expiries(result)
                 if result.lenient or result.queue in self._lenient:
                     self._tell_leniency(result)
-                if result.leases and (report := self._restarts.get(result.node)):
-                    self._follow_restart(result, result.leases[1], report)
+                report = self._restarts.get(result.node)
+                if report and result.verb == "stalled_check":
+                    self._follow_restart(result, report)
                 if result.moved:
-                    self._log.debug(
-                        "swept",
-                        queue=result.queue,
-                        verb=result.verb,
-                        promoted=result.promoted,
-                        recovered=len(result.recovered),
-                        dead=len(result.dead),
-                        passes=result.passes,
-                    )
+                    self._tell_moved(result)
 
-    def forget(self, queues: set[str]) -> None:
+    def tell_former(self, results: Sequence[SweepResult]) -> None:
+        """Tell what moved by rounds that were overtaken: their nodes were replaced meanwhile, or
+        their queues are no longer ours. How those stand is no news."""
+        with self._lock:
+            for result in results:
+                if result.expiries:
+                    self._tell_expiries(result)
+                if result.moved:
+                    self._tell_moved(result)
+
+    def forget(self, queues: Collection[str]) -> None:
         """Forget queues that are no longer swept."""
         with self._lock:
             self._troubles = {k: v for k, v in self._troubles.items() if k[1] not in queues}
-            self._lenient -= queues
+            self._lenient.difference_update(queues)
             for node, report in list(self._restarts.items()):
-                report.unseen -= queues
+                report.unseen.difference_update(queues)
+                report.unread.difference_update(queues)
                 for queue in queues:
                     # How these end, nobody here will see.
-                    report.found -= report.left.pop(queue, 0)
+                    report.abandoned += report.left.pop(queue, 0)
                 self._tell_report(node, report)
 
     def _tell_trouble(self, result: SweepResult, before: str | None) -> None:
@@ -163,6 +188,7 @@ class Chronicle:
                 self._log.warning(
                     "lease crossed a server restart",
                     queue=result.queue,
+                    node=result.node,
                     job_id=wire.printable(expiry.job_id),
                     lease_epoch=wire.printable(expiry.epoch or b""),
                     run_id=wire.printable(expiry.run_id or b""),
@@ -174,9 +200,21 @@ class Chronicle:
             self._log.warning(
                 "jobs dead-lettered, their stalls reached max_stalled",
                 queue=result.queue,
+                node=result.node,
                 count=len(result.dead),
                 job_ids=[wire.printable(job_id) for job_id in result.dead[:IDS_SHOWN]],
             )
+
+    def _tell_moved(self, result: SweepResult) -> None:
+        self._log.debug(
+            "swept",
+            queue=result.queue,
+            verb=result.verb,
+            promoted=result.promoted,
+            recovered=len(result.recovered),
+            dead=len(result.dead),
+            passes=result.passes,
+        )
 
     def _tell_no_peek(self, result: SweepResult) -> None:
         if result.node not in self._peekless:
@@ -200,41 +238,60 @@ class Chronicle:
 
     # --- the restart report ---------------------------------------------------------------------
 
-    def _follow_restart(self, result: SweepResult, previous: int, report: _RestartReport) -> None:
+    def _follow_restart(self, result: SweepResult, report: _RestartReport) -> None:
         """Keep count of one queue's leases of an earlier process; counts stop at a thousand."""
+        queue = result.queue
+        if result.leases is None:
+            # One queue that cannot be read must not keep back what is known of all the others.
+            failed = result.failure and not result.failure.of_node
+            if queue in report.unseen and (result.passes or result.blocked or failed):
+                report.unseen.discard(queue)
+                report.unread.add(queue)
+                self._tell_report(result.node, report)
+            return
+        previous = result.leases[1]
         here = sum(expiry.cause == "restart" for expiry in result.expiries)
-        if result.queue in report.unseen:
-            report.unseen.discard(result.queue)
+        if queue in report.unseen or queue in report.unread:
+            report.unseen.discard(queue)
+            report.unread.discard(queue)
             report.found += previous
-        elif result.queue not in report.left:
+        elif queue not in report.left:
             return
         report.recovered += here
-        report.left[result.queue] = max(previous - here, 0)
-        if report.left[result.queue] == 0:
-            del report.left[result.queue]
+        report.left[queue] = max(previous - here, 0)
+        if report.left[queue] == 0:
+            del report.left[queue]
         self._tell_report(result.node, report)
 
     def _tell_report(self, node: str, report: _RestartReport) -> None:
         if report.unseen:
             return
-        # More may have been recovered than was counted: counts stop.
-        report.found = max(report.found, report.recovered)
+        facts = report.fields()
+        where = {"node": node, "run_id": report.run_id}
         if report.found and not report.begun:
             report.begun = True
+            leases = facts["leases"]
             self._log.warning(
-                "restart report: leases of an earlier server process",
+                "restart report: leases of an earlier server process", **where, leases=leases
+            )
+        if report.left or (report.unread and not report.begun):
+            return
+        if report.begun:
+            self._log.warning(
+                "restart report: the last lease of an earlier server process is gone",
+                **where,
+                **facts,
+            )
+        del self._restarts[node]
+
+    def _break_off(self, node: str, reason: str) -> None:
+        """End a report before its time."""
+        report = self._restarts.pop(node, None)
+        if report and report.begun:
+            self._log.warning(
+                "restart report: broken off",
                 node=node,
                 run_id=report.run_id,
-                leases=report.found,
+                reason=reason,
+                **report.fields(),
             )
-        if not report.left:
-            if report.found:
-                self._log.warning(
-                    "restart report: the last lease of an earlier server process is gone",
-                    node=node,
-                    run_id=report.run_id,
-                    leases=report.found,
-                    recovered=report.recovered,
-                    settled_elsewhere=report.found - report.recovered,
-                )
-            del self._restarts[node]

@@ -1,13 +1,17 @@
 """The daemon: what starts in which order, what stops in which order, and the loop in between."""
 
+import contextlib
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
-from typing import Self
+from typing import Self, TypeVar
 
 from emqtimerd import __version__
 from emqtimerd.chronicle import Chronicle
@@ -20,7 +24,7 @@ from emqtimerd.notify import Notifier
 from emqtimerd.rounds import Rounds
 from emqtimerd.shard import owner
 from emqtimerd.sweeper import Verb
-from emqtimerd.timer import Timer, Wake
+from emqtimerd.timer import Timer
 from emqtimerd.topology import TEND_SECONDS, Nodes, open_nodes
 
 EXIT_STOPPED = 0
@@ -31,8 +35,18 @@ TICK_SECONDS = 1.0
 """How often the main thread looks at the clock, the threads and the watchdog, and how often the
 scheduler shows that it turns. Signals do not wait for it."""
 
+HURRY_SECONDS = 0.1
+"""How often a stop looks whether somebody has lost patience with it, and gives a sign of life."""
+
+CLOSING_SECONDS = 5.0
+"""What a stop takes beyond the grace at the most, part by part: the web server's last answers, the
+slowest of them, have a second. A manager must not lose patience on these last yards."""
+
 STATUS_SECONDS = 5.0
 """How often the service manager's status line is renewed: for people who look, not for machines."""
+
+
+T = TypeVar("T")
 
 
 class Signals:
@@ -66,6 +80,12 @@ class Signals:
         came, self._came = self._came, set()
         return came
 
+    def wake(self) -> None:
+        """Have whoever waits for signals look up; for other threads."""
+        # Full is as good: then it is awake already. Closed: then nobody waits any more.
+        with contextlib.suppress(OSError):
+            os.write(self._writer, b"\0")
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._came.add(number)
 
@@ -88,13 +108,40 @@ def run(load: Callable[[], Config], config: Config) -> int:
             return EXIT_USAGE
 
 
+def _apart(work: Callable[[], T], name: str, done: Callable[[], None] = lambda: None) -> Future[T]:
+    """Do some work that may hang in a thread of its own, and call `done` there: the main thread has
+    signals to hear and signs of life to give."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the main thread says what becomes of it
+            future.set_exception(error)
+        done()
+
+    threading.Thread(target=run, name=f"emqtimerd-{name}", daemon=True).start()
+    return future
+
+
 @dataclass(slots=True)
 class _Work:
-    """What belongs to the nodes, and is replaced as a whole when their settings change."""
+    """What belongs to the nodes, and is replaced as a whole when their settings change: who waits
+    for a server of the old ones then keeps nobody from the new ones."""
 
     nodes: Nodes
     rounds: Rounds
     discovery: Discovery
+    timer: Timer
+    found: frozenset[str] | None = None
+    """What a search has just found, until the main thread takes it over: that one also reloads, so
+    there is one of the two at a time."""
+
+    def leave(self) -> None:
+        """Begin nothing more, and tell nothing more but what moved; what runs ends by itself."""
+        self.rounds.leave()
+        self.timer.close()
+        self.nodes.close()
 
 
 class Daemon:
@@ -108,21 +155,15 @@ class Daemon:
         self._ledger = Ledger()
         self._chronicle = Chronicle(log)
         self._stopping = False
+        self._reload_wanted = False
+        self._reading: Future[Config] | None = None
         self._queues: list[str] = []
         self._found: frozenset[str] = frozenset()
-        self._found_new: frozenset[str] | None = None
         self._dropped = 0
         self._work = self._open_work(config.settings)
+        self._former: list[_Work] = []
         self._listen = config.settings.http.listen
         self._http = HttpServer(self._listen.host, self._listen.port, Application(self._ledger))
-        self._timer = Timer(
-            self._run_round,
-            on_lateness=self._ledger.round_late,
-            on_skip=self._ledger.round_skipped,
-            on_beat=self._ledger.beat,
-            on_error=self._round_failed,
-            beat_seconds=self._beat_seconds(),
-        )
         self._apply(config.settings)
 
     # --- start and stop, in order ---------------------------------------------------------------
@@ -130,7 +171,7 @@ class Daemon:
     def run(self, signals: Signals) -> int:
         """Start, loop, stop. Raises CannotListen; then nothing was started."""
         self._http.start()
-        self._timer.start()
+        self._work.timer.start()
         self._log.info(
             "started",
             version=__version__,
@@ -138,7 +179,7 @@ class Daemon:
             queues=len(self._queues),
             http=str(replace(self._listen, port=self._http.port)),
         )
-        self._notifier.ready(self._status())
+        self._notifier.ready(self._ledger.status())
         try:
             reason = self._loop(signals)
         except Exception:  # noqa: BLE001 - the edge: whatever it was, the stop order is kept
@@ -147,20 +188,54 @@ class Daemon:
         return self._stop(signals, reason)
 
     def _stop(self, signals: Signals, reason: str | None) -> int:
-        settings = self._settings
+        grace = self._settings.shutdown_grace_seconds
         self._stopping = True
         self._ledger.stopping()
         self._notifier.stopping("finishing the running sweeps")
-        self._log.info("stopping", reason=reason or "signal", grace=settings.shutdown_grace_seconds)
-        left = self._timer.stop(
-            settings.shutdown_grace_seconds, hurry=lambda: bool(signals.wait(0) & STOPPING)
-        )
-        self._http.stop()
-        self._work.nodes.close()
+        self._notifier.extend(grace + CLOSING_SECONDS)
+        self._log.info("stopping", reason=reason or "signal", grace=grace)
+        works = [self._work, *self._former]
+        for work in works:
+            work.timer.halt()
+        left = self._finish(works, signals, grace)
+        ended = [
+            self._end("the scheduler", self._work.timer.close),
+            self._end("the web server", self._http.stop),
+            self._end("the connections", self._work.nodes.close),
+        ]
         if left:
             self._log.error("grace exceeded, sweeps abandoned", **left)
         self._log.info("stopped")
-        return EXIT_FAILED if reason or left else EXIT_STOPPED
+        return EXIT_FAILED if reason or left or not all(ended) else EXIT_STOPPED
+
+    def _finish(
+        self, works: Sequence[_Work], signals: Signals, grace_seconds: float
+    ) -> dict[Verb, list[str]]:
+        """Wait for the running rounds, until the grace is over or a second signal comes; return
+        what is left."""
+        deadline = time.monotonic() + grace_seconds
+        hurry = False
+        for work in works:
+            while (left := deadline - time.monotonic()) > 0 and not hurry:
+                if work.timer.wait_idle(min(left, HURRY_SECONDS)):
+                    break
+                self._notifier.alive()
+                hurry = bool(signals.wait(0) & STOPPING)
+        running: dict[Verb, set[str]] = {}
+        for work in works:
+            for verb, queues in work.timer.running().items():
+                running.setdefault(verb, set()).update(queues)
+        return {verb: sorted(queues) for verb, queues in running.items()}
+
+    def _end(self, what: str, end: Callable[[], None]) -> bool:
+        """End a part; whatever goes wrong there, the others are ended too."""
+        ending, deadline = _apart(end, "end"), time.monotonic() + CLOSING_SECONDS
+        while not wait([ending], HURRY_SECONDS).done and time.monotonic() < deadline:
+            self._notifier.alive()
+        error = ending.exception() if ending.done() else TimeoutError("it takes too long")
+        if error is not None:
+            self._log.error("could not be ended", what=what, exc_info=error)
+        return error is None
 
     def _loop(self, signals: Signals) -> str | None:
         """Turn until a signal asks to stop (None) or something that must live is dead (why)."""
@@ -170,30 +245,39 @@ class Daemon:
             came = signals.wait(tick)
             if came & STOPPING:
                 return None
-            if signal.SIGHUP in came:
-                self._reload()
-            if (jumped := self._timer.check_clock()) is not None:
+            self._reload_wanted |= signal.SIGHUP in came
+            self._follow_reload(signals.wake)
+            self._take_found()
+            if (jumped := self._work.timer.check_clock()) is not None:
                 self._log.warning("the wall clock was set", seconds=round(jumped, 3))
-            if self._found_new is not None:
-                self._found, self._found_new = self._found_new, None
-                self._apply(self._settings)
-            if not self._timer.is_alive():
+            if not self._work.timer.is_alive():
                 return "the scheduler's thread has died"
             if not self._http.running:
                 return "the HTTP server's thread has died"
+            self._former = [work for work in self._former if not work.timer.wait_idle(0)]
             if self._ledger.beat_age() <= self._beat_patience():
                 self._notifier.alive()
             if (now := time.monotonic()) >= next_status:
                 next_status = now + STATUS_SECONDS
-                self._notifier.status(self._status())
+                self._notifier.status(self._ledger.status())
 
     # --- settings -------------------------------------------------------------------------------
 
-    def _reload(self) -> None:
-        """Read the settings anew: all of them are taken over, or none."""
-        self._notifier.reloading()
+    def _follow_reload(self, wake: Callable[[], None]) -> None:
+        """Begin to read the settings anew if that is wanted, and take them over once they are."""
+        if self._reading and self._reading.done():
+            self._reload(self._reading)
+            self._reading = None
+        if self._reload_wanted and not self._reading:
+            # Not before: a hangup while the file is being read may be about a newer one.
+            self._reload_wanted = False
+            self._notifier.reloading()
+            self._reading = _apart(self._load, "settings", wake)
+
+    def _reload(self, reading: Future[Config]) -> None:
+        """Take over what was read: all of it, or nothing."""
         try:
-            config = self._load()
+            settings = reading.result().settings
         except ConfigError as error:
             problems = str(error)
             self._ledger.reloaded(problems)
@@ -202,11 +286,11 @@ class Daemon:
             self._ledger.reloaded(f"{type(error).__name__}: {error}")
             self._log.exception("reload failed, nothing changed")
         else:
-            self._replace(config.settings)
+            self._replace(settings)
             self._ledger.reloaded()
             self._log.info("reloaded", queues=len(self._queues))
         # Also after a refusal: the manager waits for it, and the daemon works as before.
-        self._notifier.ready(self._status())
+        self._notifier.ready(self._ledger.status())
 
     def _replace(self, settings: Settings) -> None:
         if settings.http.listen != self._listen:
@@ -219,69 +303,81 @@ class Daemon:
         if settings.log != self._settings.log:
             self._log = open_log(settings.log)
             self._chronicle.tell_to(self._log)
-        if settings.node != self._settings.node:
-            old_nodes = self._work.nodes
-            self._chronicle.forget_nodes()
-            self._work = self._open_work(settings)
-            old_nodes.close()
-            self._found, self._found_new = frozenset(), None
+        former = self._work
+        # The next search is a while away, and what was found so far need not wait for it.
+        found = frozenset(filter(settings.discovers, self._found))
+        if settings.node == self._settings.node:
+            former.discovery.configure(settings)
         else:
-            self._work.discovery.configure(settings)
-            # The next search is a while away, and what it found so far need not wait for it.
-            self._found = frozenset(filter(settings.discovers, self._found))
+            former.leave()
+            self._former.append(former)
+            self._chronicle.begin_anew()
+            self._work = self._open_work(settings)
+            if self._work.nodes.name == former.nodes.name:
+                self._work.discovery.go_on_from(former.discovery)
+            else:
+                found = frozenset()
+        self._found = found
         self._settings = settings
         self._apply(settings)
+        if self._work is not former:
+            self._work.timer.start()
 
     def _open_work(self, settings: Settings) -> _Work:
         nodes = open_nodes(settings.node)
         rounds = Rounds(nodes, self._ledger, self._chronicle, lambda: self._stopping)
-        return _Work(nodes, rounds, Discovery(nodes, settings))
+        timer = Timer(
+            rounds.run,
+            on_lateness=self._ledger.round_late,
+            on_skip=self._ledger.round_skipped,
+            on_beat=self._ledger.beat,
+            on_error=self._round_failed,
+            beat_seconds=self._beat_seconds(),
+        )
+        return _Work(nodes, rounds, Discovery(nodes, settings), timer)
 
     def _apply(self, settings: Settings) -> None:
         """Have exactly these queues swept: the listed and the found ones that are our part."""
-        shard = settings.shard
+        work, shard = self._work, settings.shard
         wanted = dict.fromkeys((*settings.queues, *sorted(self._found)))
-        queues = [q for q in wanted if owner(q, shard.count) == shard.index]
-        gone = set(self._queues) - set(queues)
-        self._queues = queues
-        self._ledger.set_queues(queues)
+        self._queues = [q for q in wanted if owner(q, shard.count) == shard.index]
         self._ledger.set_shard(shard.index, shard.count)
-        self._chronicle.forget(gone)
-        cadences = self._work.rounds.configure(settings, queues)
+        cadences = work.rounds.configure(settings, self._queues)
         fastest: dict[Verb, float] = {}
         for cadence in cadences:
             known = fastest.get(cadence.verb, cadence.interval_seconds)
             fastest[cadence.verb] = min(known, cadence.interval_seconds)
         self._ledger.expect(fastest)
-        self._timer.set_cadences(cadences)
+        work.timer.set_cadences(cadences)
         step = STEP_SECONDS if settings.discovery.enabled else None
-        self._timer.set_side_job("discover", self._discover, step)
+        work.timer.set_side_job("discover", partial(self._discover, work), step)
         # A single server is looked after by its sweeps, where it has any.
-        tended = self._work.nodes.watched or not queues
-        self._timer.set_side_job("tend", self._tend, TEND_SECONDS if tended else None)
+        tended = work.nodes.watched or not self._queues
+        work.timer.set_side_job("tend", work.rounds.tend, TEND_SECONDS if tended else None)
+
+    def _take_found(self) -> None:
+        """Have the queues swept that a search found, as far as a reload has left them wanted."""
+        found, self._work.found = self._work.found, None
+        if found is not None:
+            self._found = frozenset(filter(self._settings.discovers, found))
+            self._apply(self._settings)
 
     # --- what the timer calls -------------------------------------------------------------------
-
-    def _run_round(self, verb: Verb, queues: Sequence[str]) -> Iterable[Wake]:
-        return self._work.rounds.run(verb, queues)
 
     def _round_failed(self, error: BaseException) -> None:
         self._log.error("a round failed, the next one goes on", exc_info=error)
 
-    def _tend(self) -> None:
-        self._work.rounds.tend()
-
-    def _discover(self) -> None:
-        discovery = self._work.discovery
-        found = discovery.step()
-        if found is None or discovery is not self._work.discovery:
+    def _discover(self, work: _Work) -> None:
+        found = work.discovery.step()
+        if found is None or work is not self._work:
             return
         if found != self._found:
-            # Applied by the main thread, which also reloads: one of them at a time.
-            self._found_new = found
-        if discovery.dropped != self._dropped:
-            self._dropped = discovery.dropped
+            work.found = found
+        before, self._dropped = self._dropped, work.discovery.dropped
+        if self._dropped and self._dropped != before:
             self._log.warning("queues beyond discovery.max_queues", not_swept=self._dropped)
+        elif before and not self._dropped:
+            self._log.info("no queue is beyond discovery.max_queues any more")
 
     # --- signs of life --------------------------------------------------------------------------
 
@@ -293,7 +389,3 @@ class Daemon:
     def _beat_patience(self) -> float:
         """How old a beat may be before the watchdog hears nothing: half of its own time limit."""
         return (self._notifier.watchdog_seconds or 2.0) / 2
-
-    def _status(self) -> str:
-        """How things stand, in a line."""
-        return self._ledger.status()

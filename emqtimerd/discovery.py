@@ -39,9 +39,11 @@ class Discovery:
         self._monotonic = monotonic
         self._cursor = b"0"
         self._ahead: list[Node] = []
-        self._missed = False
+        self._searched: set[Node] = set()
+        """The nodes whose keys this search has seen to the end."""
         self._begun: float | None = None
         self._seen: dict[str, float] = {}
+        self._kept: frozenset[str] = frozenset()
         self.dropped = 0
         """How many queues the last search found beyond `discovery.max_queues`."""
 
@@ -49,30 +51,38 @@ class Discovery:
         """Take over settings; what was seen stays known as far as they want it."""
         self._settings = settings
 
+    def go_on_from(self, former: "Discovery") -> None:
+        """Know what another one knew of the same keyspace."""
+        self._seen, self._kept = dict(former._seen), former._kept
+
     def step(self) -> frozenset[str] | None:
         """Do one step; return the queues that are known when a search has just ended.
 
         A node that cannot be reached ends the step; the search goes on from where it was. Where
-        there are others it goes on with them, and then forgets no queue: it may be on that node.
+        there are others it goes on with them, and then forgets none of its queues.
         """
         now = self._monotonic()
         limits = self._settings.discovery
         if not self._ahead:
             if self._begun is not None and now < self._begun + limits.interval_seconds:
                 return None
-            self._begun, self._missed = now, False
+            self._begun, self._searched = now, set()
             self._nodes.locate()
             self._ahead = list(self._nodes.primaries())
+        node = self._ahead[0]
         try:
-            self._cursor, keys = self._scan(self._ahead[0])
+            self._cursor, keys = self._scan(node)
         except (NodeFault, wire.ReplyError, wire.ShapeError):
             if not self._nodes.tended:
                 return None
-            self._cursor, keys, self._missed = b"0", [], True
-        for key in keys:
-            self._note(key, now)
-        if self._cursor == b"0":
+            self._cursor = b"0"
             del self._ahead[0]
+        else:
+            for key in keys:
+                self._note(key, now)
+            if self._cursor == b"0":
+                self._searched.add(node)
+                del self._ahead[0]
         return None if self._ahead else self._known(now)
 
     def _scan(self, node: Node) -> tuple[bytes, list[bytes]]:
@@ -95,13 +105,16 @@ class Discovery:
             self._seen[queue] = now
 
     def _known(self, now: float) -> frozenset[str]:
-        wanted = self._settings.discovers
-        self._seen = {
-            queue: at
-            for queue, at in self._seen.items()
-            if (self._missed or now - at < FORGET_SECONDS) and wanted(queue)
-        }
+        long_ago = [queue for queue, at in self._seen.items() if now - at >= FORGET_SECONDS]
+        for node, queues in self._nodes.by_node(long_ago, lambda queue: queue):
+            # Where nobody could look, a queue may be there still.
+            if node in self._searched:
+                for queue in queues:
+                    del self._seen[queue]
+        wanted = [queue for queue in self._seen if self._settings.discovers(queue)]
+        # Those that are swept come first: a queue that is found later waits until there is room.
+        wanted.sort(key=lambda queue: (queue not in self._kept, queue))
         most = self._settings.discovery.max_queues
-        self.dropped = max(len(self._seen) - most, 0)
-        # By name, so that the same ones are kept from search to search.
-        return frozenset(sorted(self._seen)[:most])
+        self.dropped = max(len(wanted) - most, 0)
+        self._kept = frozenset(wanted[:most])
+        return self._kept

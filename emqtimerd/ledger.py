@@ -7,7 +7,7 @@ round's results or for a small part of a reading, so that neither keeps the othe
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from typing import Any
 
 from emqtimerd import wire
 from emqtimerd.node import Identity
-from emqtimerd.sweeper import VERBS, Blocked, Failure, SweepResult, Verb
+from emqtimerd.sweeper import VERBS, Blocked, Failure, Round, SweepResult, Verb
 
 READ_AT_ONCE = 200
 """How many queues are read in one hold of the lock: some 0.5 ms, a tenth of the interpreter's own
@@ -66,6 +66,10 @@ class VerbFacts:
     failure: Failure | None = None
     """Why the last sweep failed; None once one succeeds."""
 
+    def forget_state(self) -> None:
+        """Forget how the set stands; what was counted, and when, stays."""
+        self.due = self.blocked = self.failure = None
+
 
 @dataclass(slots=True)
 class QueueFacts:
@@ -99,6 +103,16 @@ class QueueFacts:
         """How many jobs this daemon moved in the queue."""
         return self.promoted + self.recovered + self.dead_lettered
 
+    def forget_state(self) -> None:
+        """Forget how the queue stands: the node that said so has gone. What was counted stays."""
+        self.promote.forget_state()
+        self.stalled_check.forget_state()
+        self.jobs, self.leases, self.guarded, self.node = (0, 0, 0, 0), (0, 0, 0), None, ""
+
+    def of(self, verb: Verb) -> VerbFacts:
+        """What became of this verb's sweeps."""
+        return self.promote if verb == "promote" else self.stalled_check
+
     def copy(self) -> "QueueFacts":
         """A copy that later rounds do not touch."""
         twin = QueueFacts(*_QUEUE_FIELDS(self))
@@ -123,6 +137,8 @@ class NodeFacts:
     """Why it is down, as far as known."""
     identity: Identity | None = None
     """What the latest fence read."""
+    run_id: str = ""
+    """The server process that was known last; an ACL may hide that of the latest fence."""
     restarts: int = 0
 
     def copy(self) -> "NodeFacts":
@@ -236,7 +252,8 @@ class Ledger:
     def set_nodes(self, names: Iterable[str], heirs: Mapping[str, str] | None = None) -> None:
         """Keep these nodes and no other: new ones are down until they are seen.
 
-        `heirs` says which of them took over from which that are gone, and go on counting.
+        `heirs` says which of them took over from which that are gone, and go on counting. What a
+        node without an heir said of its queues goes with it.
         """
         with self._lock:
             old = self._nodes
@@ -244,6 +261,14 @@ class Ledger:
             for name, before in (heirs or {}).items():
                 if (facts := old.get(before)) is not None:
                     self._nodes[name] = replace(facts, name=name)
+            gone = old.keys() - self._nodes.keys() - set((heirs or {}).values())
+            for queue in self._queues.values() if gone else ():
+                if queue.node in gone:
+                    queue.forget_state()
+            if gone == old.keys():
+                # Nobody is left of those that the work was done on.
+                self._good_rounds = {}
+                self._expected_since = self._monotonic()
 
     def record_quiet(self, verb: Verb, names: Sequence[str], finished_at: float) -> None:
         """Take in the queues that a round swept and found empty: most of them, most of the time."""
@@ -252,7 +277,7 @@ class Ledger:
             for name in names:
                 queue = queues.get(name)
                 if queue is not None:
-                    facts = queue.promote if verb == "promote" else queue.stalled_check
+                    facts = queue.of(verb)
                     facts.ok += 1
                     facts.last_sweep = finished_at
                     facts.due = None
@@ -269,7 +294,7 @@ class Ledger:
                 queue = queues.get(result.queue)
                 if queue is None:
                     continue
-                facts = queue.promote if verb == "promote" else queue.stalled_check
+                facts = queue.of(verb)
                 if result.passes == 1 and not (
                     result.failure
                     or result.blocked
@@ -296,29 +321,64 @@ class Ledger:
             if worked:
                 self._good_rounds[verb] = now
 
-    def _take(self, queue: QueueFacts, facts: VerbFacts, result: SweepResult, now: float) -> bool:
-        """Take in a result that says something; return whether the server did as it should."""
+    def record_former(self, verb: Verb, done: Round, duration_seconds: float) -> None:
+        """Take in what a round did on nodes whose place others have taken meanwhile.
+
+        It counts like any other, and says nothing of how things stand now.
+        """
+        with self._lock:
+            for name in done.quiet:
+                if (queue := self._queues.get(name)) is not None:
+                    queue.of(verb).ok += 1
+            for result in done.results:
+                if (queue := self._queues.get(result.queue)) is not None:
+                    self._count(queue, queue.of(verb), result)
+            self._rounds[verb].observe(duration_seconds)
+
+    def _count(self, queue: QueueFacts, facts: VerbFacts, result: SweepResult) -> None:
+        """Count what moved and what went wrong."""
         self._moved += result.moved
         queue.promoted += result.promoted
         queue.recovered += len(result.recovered)
         queue.dead_lettered += len(result.dead)
         for expiry in result.expiries:
             setattr(queue, expiry.cause, getattr(queue, expiry.cause) + 1)
+        for lateness_ms in result.lateness_ms:
+            self._lateness[result.verb].observe(lateness_ms / 1000)
+        facts.ok += result.passes
+        facts.unknown += result.unknown
+        if fault := _fault(result):
+            # Once a round, however many commands it took.
+            code, _ = fault
+            facts.error += not result.unknown
+            facts.errors = {**facts.errors, code: facts.errors.get(code, 0) + 1}
+
+    def _take(self, queue: QueueFacts, facts: VerbFacts, result: SweepResult, now: float) -> bool:
+        """Take in a result that says something; return whether the server did as it should."""
+        self._count(queue, facts, result)
         if result.lateness_ms:
             facts.lateness_seconds = max(result.lateness_ms) / 1000
-            for lateness_ms in result.lateness_ms:
-                self._lateness[result.verb].observe(lateness_ms / 1000)
-        facts.ok += result.passes
         if result.passes:
             facts.last_sweep = result.finished_at
             facts.blocked = facts.failure = None
         facts.due = _due(facts.due, result, now)
-        if fault := _count_errors(facts, result):
-            self._last_fault = self._wall(), f"{result.verb} of {result.queue}: {fault}"
+        if result.blocked:
+            facts.blocked = result.blocked
+        elif result.failure and not result.skipped:
+            facts.failure = result.failure
+        if fault := _fault(result):
+            self._last_fault = self._wall(), f"{result.verb} of {result.queue}: {fault[1]}"
         return bool(result.passes or result.blocked)
 
-    def guard(self, queue: str, raised: bool | None) -> None:
-        """Note whether a mass expiry of the queue is spared; None where nobody looks (any more)."""
+    def set_guarded(self, names: Collection[str]) -> None:
+        """Keep the guard's gauge for these queues, where somebody looks for mass expiries."""
+        with self._lock:
+            for queue in self._queues.values():
+                if queue.guarded is not None and queue.name not in names:
+                    queue.guarded = None
+
+    def guard(self, queue: str, raised: bool) -> None:
+        """Note whether a mass expiry of the queue is spared."""
         with self._lock:
             facts = self._queues.get(queue)
             if facts is not None:
@@ -332,11 +392,11 @@ class Ledger:
                 return
             if not node.up:
                 node.up, node.since, node.reason = True, self._monotonic(), ""
-            known = node.identity.run_id if node.identity else ""
-            # An ACL may hide the run_id; what is not known is no restart.
-            if known and identity.run_id and identity.run_id != known:
-                node.restarts += 1
             node.identity = identity
+            # An ACL may hide the run_id; what is not known is no restart.
+            if identity.run_id:
+                node.restarts += bool(node.run_id) and identity.run_id != node.run_id
+                node.run_id = identity.run_id
 
     def node_down(self, name: str, reason: str = "") -> None:
         """Note that a node cannot be worked on, and why."""
@@ -483,7 +543,7 @@ class Ledger:
     def _why(self, verb: Verb) -> str:
         """The first known failure of a verb, in words."""
         for queue in self._queues.values():
-            failure = (queue.promote if verb == "promote" else queue.stalled_check).failure
+            failure = queue.of(verb).failure
             if failure is not None:
                 return f" ({queue.name}: {failure.message})"
         return ""
@@ -507,18 +567,12 @@ def _due(known: float | None, result: SweepResult, now: float) -> float | None:
     return None if result.passes else known
 
 
-def _count_errors(facts: VerbFacts, result: SweepResult) -> str:
-    """Count what went wrong, once a round, and say it; what was not tried counts nowhere."""
-    facts.unknown += result.unknown
+def _fault(result: SweepResult) -> tuple[str, str] | None:
+    """What a round met: the code that it is counted under, and the words; what was not tried
+    counts nowhere."""
     if result.blocked:
-        facts.blocked = result.blocked
         job_id = wire.printable(result.blocked.job_id or b"?")
-        code, fault = "EMQSTATE", f"blocked by {job_id}: {result.blocked.reason}"
-    elif result.failure and not result.skipped:
-        facts.failure = result.failure
-        code, fault = wire.error_code(result.failure.code), result.failure.message
-    else:
-        return ""
-    facts.error += not result.unknown
-    facts.errors = {**facts.errors, code: facts.errors.get(code, 0) + 1}
-    return fault
+        return "EMQSTATE", f"blocked by {job_id}: {result.blocked.reason}"
+    if result.failure and not result.skipped:
+        return wire.error_code(result.failure.code), result.failure.message
+    return None

@@ -48,6 +48,11 @@ class Notifier:
         """Say that the service goes down on purpose."""
         self._send("STOPPING=1", f"STATUS={status}", wait_seconds=SEND_SECONDS)
 
+    def extend(self, seconds: float) -> None:
+        """Ask for so much time, from now on, for what is under way; a manager that grants more
+        anyway takes nothing back."""
+        self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}", wait_seconds=SEND_SECONDS)
+
     def status(self, status: str) -> None:
         """Say in a line how things stand; the same line is not sent twice."""
         if status != self._status:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from emqtimerd.chronicle import Chronicle
 from emqtimerd.config import QueueSettings, Settings
 from emqtimerd.ledger import Ledger
-from emqtimerd.node import Identity, Node, NodeFault
+from emqtimerd.node import Node, NodeFault
 from emqtimerd.sweeper import (
     VERBS,
     Failure,
@@ -65,7 +65,11 @@ class _Duty:
 
 
 class Rounds:
-    """Runs the rounds that the timer asks for, in the timer's threads."""
+    """Runs the rounds that the timer asks for, in the timer's threads, on the same nodes always.
+
+    `leave` ends that. What still runs then may wait for a server that will never answer; whenever
+    it ends, it counts what it moved and says nothing of how things stand.
+    """
 
     def __init__(
         self, nodes: Nodes, ledger: Ledger, chronicle: Chronicle, stop: Callable[[], bool]
@@ -75,7 +79,10 @@ class Rounds:
         self._chronicle = chronicle
         self._stop = stop
         self._duties: dict[Verb, dict[str, _Duty]] = {verb: {} for verb in VERBS}
-        self._lock = threading.Lock()
+        # Held while ledger and chronicle are told something, so that `leave` and `configure` come
+        # before it or after it. Never around what asks a server.
+        self._telling = threading.Lock()
+        self._left = False
         self._run_ids: dict[str, str | None] = {}
         self._known: tuple[object, object] = ((), {})
         self._at_rest: list[Node] = []
@@ -83,7 +90,7 @@ class Rounds:
         ledger.set_nodes([node.name for node in nodes.primaries()])
 
     def configure(self, settings: Settings, queues: Sequence[str]) -> dict[Cadence, list[str]]:
-        """Take over settings, and return which queues are to be swept at which cadences.
+        """Sweep and tell of these queues from now on; return at which cadences.
 
         A queue whose settings did not change keeps what its last rounds learned.
         """
@@ -95,11 +102,20 @@ class Rounds:
                 duty = _duty(queue, verb, own, settings)
                 known = self._duties[verb].get(queue)
                 duties[verb][queue] = known if known and _same(known, duty) else duty
-                if known and known.sweep.mass_expiry and not duty.sweep.mass_expiry:
-                    self._ledger.guard(queue, None)
                 cadences.setdefault(Cadence(verb, duty.interval_seconds), []).append(queue)
-        self._duties = duties
+        checks = duties["stalled_check"]
+        with self._telling:
+            gone = self._duties["stalled_check"].keys() - checks.keys()
+            self._duties = duties
+            self._ledger.set_queues(queues)
+            self._ledger.set_guarded({q for q, duty in checks.items() if duty.sweep.mass_expiry})
+            self._chronicle.forget(gone)
         return cadences
+
+    def leave(self) -> None:
+        """Send nothing more: other nodes take the place of these."""
+        with self._telling:
+            self._left = True
 
     def run(self, verb: Verb, queues: Sequence[str]) -> list[Wake]:
         """Sweep these queues now, and say which of them want to be swept before their turn."""
@@ -120,12 +136,24 @@ class Rounds:
             more, again = self._everywhere(verb, [duties[queue] for queue in moved])
             wakes += more
             done.add(again)
-        self._ledger.record_quiet(verb, done.quiet, done.finished_at)
-        self._ledger.record(verb, done.results, time.monotonic() - started)
-        self._chronicle.tell(done.results)
+        self._tell(verb, done, time.monotonic() - started)
         for result in done.results:
             wakes += self._follow(duties[result.queue], result)
         return wakes
+
+    def _tell(self, verb: Verb, done: Round, seconds: float) -> None:
+        with self._telling:
+            if self._left:
+                self._ledger.record_former(verb, done, seconds)
+                self._chronicle.tell_former(done.results)
+                return
+            self._ledger.record_quiet(verb, done.quiet, done.finished_at)
+            self._ledger.record(verb, done.results, seconds)
+            ours = self._duties[verb]
+            self._chronicle.tell([result for result in done.results if result.queue in ours])
+            # Their settings went while they were swept.
+            gone = [result for result in done.results if result.queue not in ours]
+            self._chronicle.tell_former(gone)
 
     def _everywhere(self, verb: Verb, due: Sequence[_Duty]) -> tuple[list[Wake], Round]:
         """Sweep each queue on its node, one node after the other."""
@@ -133,6 +161,8 @@ class Rounds:
         done = Round()
         shares = self.nodes.by_node(due, lambda duty: duty.sweep.queue)
         for node, share in shares:
+            if self._over():
+                break
             # A backlog on one node must not use up the time of the others.
             seconds = SLICE_SECONDS / len(shares)
             more: list[Wake] = []
@@ -151,7 +181,11 @@ class Rounds:
     ) -> Round:
         until = time.monotonic() + seconds
         sweeps = [duty.sweep for duty in due]
-        return run_round(node, sweeps, until=until, run_id=run_id, stop=self._stop)
+        return run_round(node, sweeps, until=until, run_id=run_id, stop=self._over)
+
+    def _over(self) -> bool:
+        """Tell whether nothing more is to be sent."""
+        return self._left or self._stop()
 
     def _check(self, node: Node, due: Sequence[_Duty], seconds: float) -> tuple[list[Wake], Round]:
         """Check for expired leases where the grace after a restart is over; elsewhere only look."""
@@ -168,9 +202,10 @@ class Rounds:
             judge_mass_expiry(node, [duty.sweep for duty in ready])
         except NodeFault as fault:
             return [], Round(failed(node, [duty.sweep for duty in due], fault))
-        for duty in ready:
-            if duty.sweep.mass_expiry:
-                self._ledger.guard(duty.sweep.queue, duty.sweep.lenient)
+        with self._telling:
+            for duty in ready if not self._left else ():
+                if duty.sweep.mass_expiry:
+                    self._ledger.guard(duty.sweep.queue, duty.sweep.lenient)
         wakes = [
             # Not all of them at once: the server has its workers back just now.
             Wake("stalled_check", queue, ends[duty.grace_seconds] + _spread(queue))
@@ -220,7 +255,7 @@ class Rounds:
             if fault := node.fault():
                 self._note_down(node, Failure(fault.code, str(fault), of_node=True))
             elif node.identity:
-                self._note_up(node, node.identity)
+                self._note_up(node)
 
     def _shares(self) -> dict[Node, list[str]]:
         """All queues, by their node."""
@@ -229,38 +264,48 @@ class Rounds:
     def _nodes_changed(self, heirs: Mapping[str, str]) -> None:
         """Take over who the primaries are now; one that took over from another goes on as it."""
         names = [node.name for node in self.nodes.primaries()]
-        with self._lock:
+        with self._telling:
+            if self._left:
+                return
             known = self._run_ids
             self._run_ids = {name: known.get(heirs.get(name, name)) for name in names}
-        self._ledger.set_nodes(names, heirs)
-        self._chronicle.nodes_changed(names, heirs)
+            self._ledger.set_nodes(names, heirs)
+            self._chronicle.nodes_changed(names, heirs)
 
     def _note_node(self, node: Node, done: Round) -> list[Wake]:
         """Tell ledger and chronicle how a node stands; after a restart look at all its leases."""
         results = done.results
         fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
         if fault is not None:
-            self._note_down(node, fault)
+            # A connection that broke late, when the node had been reached anew, is no news of it.
+            if node.fault():
+                self._note_down(node, fault)
             return []
-        identity = node.identity
         # An error of a queue is an answer too: an ACL may deny everything on a node that is well.
         answered = done.quiet or any(r.passes or r.jobs or r.failure or r.blocked for r in results)
-        return self._note_up(node, identity) if identity and answered else []
+        return self._note_up(node) if answered else []
 
     def _note_down(self, node: Node, fault: Failure) -> None:
-        self._ledger.node_down(node.name, fault.message)
-        self._chronicle.node_down(node.name, fault)
+        with self._telling:
+            if not self._left:
+                self._ledger.node_down(node.name, fault.message)
+                self._chronicle.node_down(node.name, fault)
 
-    def _note_up(self, node: Node, identity: Identity) -> list[Wake]:
-        self._ledger.node_seen(node.name, identity)
-        self._chronicle.node_up(node.name, identity)
-        with self._lock:
+    def _note_up(self, node: Node) -> list[Wake]:
+        with self._telling:
+            # Read here: of two threads, the one that tells last also knows the latest.
+            identity = node.identity
+            if self._left or identity is None:
+                return []
+            self._ledger.node_seen(node.name, identity)
+            self._chronicle.node_up(node.name, identity)
             seen = self._run_ids.get(node.name)
+            # An ACL may hide the run_id; what is not known is no restart.
+            if identity.run_id in ("", seen):
+                return []
             self._run_ids[node.name] = identity.run_id
-        if seen == identity.run_id:
-            return []
-        queues = self._shares().get(node, [])
-        self._chronicle.restarted(node.name, seen, identity, queues)
+            queues = self._shares().get(node, [])
+            self._chronicle.restarted(node.name, seen, identity, queues)
         now = time.monotonic()
         return [Wake("stalled_check", queue, now + _spread(queue)) for queue in queues]
 

@@ -53,9 +53,6 @@ others' due jobs, and half of the threads stay free for the cadences."""
 POINT_SECONDS = 0.000_5
 """How close to a point of a grid a moment counts as being on it; intervals are 10 ms and more."""
 
-HURRY_SECONDS = 0.1
-"""How often a stop looks whether somebody has lost patience with it."""
-
 JUMP_SECONDS = 0.5
 """From here on a difference between the clocks is a step: slewing moves a clock 0.5 ms a second."""
 
@@ -203,6 +200,9 @@ class Timer:
     `on_lateness` hears how late (seconds) each phase began, `on_skip` which verb's phase was left
     out because its last round was still going, `on_beat` that the scheduler's own thread turns,
     and `on_error` what a round raised; its next turn comes all the same.
+
+    Whoever waits for a server holds a thread of the pool and the turns of its queues until then.
+    So a timer is for the same servers all its life: with others begins another timer.
     """
 
     def __init__(
@@ -247,7 +247,10 @@ class Timer:
         self._scheduler.add_listener(self._skipped, EVENT_JOB_MAX_INSTANCES)
         self._scheduler.add_listener(self._failed, EVENT_JOB_ERROR)
         self._scheduler.add_job(self._wake, Resting(), id=WAKE_JOB, max_instances=WAKE_RUNS)
-        self._scheduler.add_job(on_beat, self._beat, id=BEAT_JOB, executor="inline")
+        # The first one at once: a timer that follows another must not look dead until then.
+        self._scheduler.add_job(
+            on_beat, self._beat, id=BEAT_JOB, executor="inline", next_run_time=_now()
+        )
 
     def start(self) -> None:
         """Start the scheduler's thread."""
@@ -258,24 +261,25 @@ class Timer:
         thread = self._scheduler._thread
         return thread is not None and thread.is_alive()
 
-    def stop(self, grace_seconds: float, hurry: Callable[[], bool]) -> dict[Verb, list[str]]:
-        """Start no further round, wait for the running ones, and return what was left running.
-
-        `hurry` is asked now and then whether to wait no longer.
-        """
-        deadline = time.monotonic() + grace_seconds
+    def halt(self) -> None:
+        """Start no further round; the scheduler itself goes on, and so does its beat."""
         with self._lock:
             self._stopping = True
-            while any(self._busy.values()) and not hurry():
-                wait = deadline - time.monotonic()
-                if wait <= 0:
-                    break
-                self._idle.wait(min(wait, HURRY_SECONDS))
-            left = {verb: sorted(frozenset().union(*busy)) for verb, busy in self._busy.items()}
-            left = {verb: queues for verb, queues in left.items() if queues}
-        # Not waiting: what runs past the grace is abandoned, and has a deadline of its own.
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait, at most so long, until no round runs; tell whether none does."""
+        with self._lock:
+            return self._idle.wait_for(lambda: not any(self._busy.values()), seconds)
+
+    def running(self) -> dict[Verb, set[str]]:
+        """Return the queues that are being swept just now, by their verb."""
+        with self._lock:
+            return {verb: set().union(*busy) for verb, busy in self._busy.items() if busy}
+
+    def close(self) -> None:
+        """End the scheduler; rounds that run are left to their own deadlines."""
+        self.halt()
         self._scheduler.shutdown(wait=False)
-        return left
 
     def set_side_job(
         self, name: str, work: Callable[[], None], interval_seconds: float | None
@@ -357,6 +361,9 @@ class Timer:
         self._cadences.pop(cadence, None)
 
     def _fire(self, phase: _Phase) -> None:
+        if self._stopping:
+            # It waited for a thread of the pool until now.
+            return
         if phase.fired:
             self._on_lateness(phase.verb, phase.trigger.seconds_past(_now()))
         # The first run stands outside the grid, so that it comes soon after the start.

@@ -229,6 +229,10 @@ class Switchboard:
     def send(self, number: int) -> None:
         self._queue.put(number)
 
+    def wake(self) -> None:
+        # No signal has this number.
+        self._queue.put(0)
+
     def wait(self, seconds: float) -> set[int]:
         came = set()
         with contextlib.suppress(queue.Empty):

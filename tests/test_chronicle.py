@@ -21,6 +21,9 @@ AFTER = Identity("b" * 40, "9.1.2", "echomq:6.0.0", wire.TOKENS, 0.0)
 LOST = Failure("connection", "cannot connect", of_node=True)
 FIRST = "restart report: leases of an earlier server process"
 LAST = "restart report: the last lease of an earlier server process is gone"
+BROKEN = "restart report: broken off"
+THIRD = Identity("c" * 40, "9.1.2", "echomq:6.0.0", wire.TOKENS, 0.0)
+REFUSED = Failure("NOPERM", "NOPERM no permission")
 
 
 @pytest.fixture
@@ -82,13 +85,14 @@ def test_nodes_that_were_left_are_told_of_anew(book: Book, chronicle: Chronicle)
     chronicle.restarted(NODE, None, BEFORE, ["orders"])
     chronicle.tell([checked("orders", 5)])
     assert book.take() == ["node up", FIRST]
-    chronicle.forget_nodes()
+    chronicle.begin_anew()
+    assert book.take() == [BROKEN]
     chronicle.tell([checked("orders", 0)])
     assert book.take() == []
     chronicle.node_down(NODE, LOST)
-    chronicle.forget_nodes()
+    chronicle.begin_anew()
     chronicle.node_down(NODE, LOST)
-    chronicle.forget_nodes()
+    chronicle.begin_anew()
     chronicle.node_up(NODE, BEFORE)
     assert book.last("node up")["after"] is None
     assert book.take() == ["node down", "node down", "node up"]
@@ -111,6 +115,43 @@ def test_a_restart_is_told_with_both_run_ids(book: Book, chronicle: Chronicle) -
 
 
 # --- queues -------------------------------------------------------------------------------------
+
+
+def test_on_other_nodes_everything_is_news_again(book: Book, chronicle: Chronicle) -> None:
+    """A reload leads to other nodes: a queue that is blocked there too, or has a mass expiry there
+    too, is told of again; what was wrong on the old ones is not said to be over."""
+    blocked = result(blocked=Blocked(b"JOB1", "EMQSTATE not native"))
+    spared = result("emails", "stalled_check", passes=1, lenient=True)
+    chronicle.tell([blocked, spared])
+    known = book.take()
+    assert len(known) == 2
+    chronicle.begin_anew()
+    chronicle.tell([blocked, spared])
+    assert book.take() == known
+    chronicle.begin_anew()
+    chronicle.tell([good(), result("emails", "stalled_check", passes=1)])
+    assert book.take() == []
+
+
+def test_of_an_overtaken_round_only_what_moved_is_told(book: Book, chronicle: Chronicle) -> None:
+    """Rounds on nodes that were replaced, or on queues that left: their records and dead letters
+    are facts, how they stood is no news."""
+    crossed = Expiry(b"JOB1", "restart", b"a" * 40, b"b" * 40, 5)
+    stalled = Expiry(b"JOB2", "stall", b"b" * 40, b"b" * 40, 5)
+    moved = result(
+        verb="stalled_check",
+        recovered=[b"JOB1"],
+        dead=[b"JOB2"],
+        expiries=[crossed, stalled],
+        failure=REFUSED,
+    )
+    chronicle.tell_former([moved, result("emails", failure=REFUSED), good("bulk")])
+    assert book.take() == [
+        "lease crossed a server restart",
+        "jobs dead-lettered, their stalls reached max_stalled",
+    ]
+    chronicle.tell([result(verb="stalled_check", passes=1), good("emails")])
+    assert book.take() == [], "nothing was remembered of them"
 
 
 def test_a_failing_queue_is_told_of_once(book: Book, chronicle: Chronicle) -> None:
@@ -172,6 +213,7 @@ def test_each_lease_that_crossed_a_restart_is_a_record(book: Book, chronicle: Ch
     chronicle.tell([result(verb="stalled_check", passes=1, expiries=[crossed, other])])
     assert book.last("lease crossed a server restart") == {
         "queue": "orders",
+        "node": NODE,
         "job_id": r"JOB\xff\x1b",
         "lease_epoch": "a" * 40,
         "run_id": "b" * 40,
@@ -272,21 +314,129 @@ def test_a_restart_begins_the_report_anew(book: Book, chronicle: Chronicle) -> N
     assert (line["leases"], line["recovered"], line["settled_elsewhere"]) == (4, 4, 0)
 
 
+def test_a_row_of_restarts_is_a_row_of_reports(book: Book, chronicle: Chronicle) -> None:
+    """Each restart that comes while leases of an earlier process are left breaks its report off,
+    and that one adds up too; one that had not begun yet, or was over, is not told of."""
+    chronicle.restarted(NODE, None, BEFORE, ["orders", "emails"])
+    chronicle.tell([checked("orders", 5)])
+    chronicle.restarted(NODE, BEFORE.run_id, AFTER, ["orders", "emails"])
+    assert book.take() == ["node restarted"]
+    chronicle.tell([checked("orders", 5), checked("emails", 2, crossed=2)])
+    chronicle.tell([checked("orders", 4, crossed=1)])
+    chronicle.restarted(NODE, AFTER.run_id, THIRD, ["orders", "emails"])
+    line = book.last(BROKEN)
+    assert line == {
+        "node": NODE,
+        "run_id": AFTER.run_id,
+        "reason": "the node was restarted again",
+        "leases": 7,
+        "recovered": 3,
+        "settled_elsewhere": 1,
+        "left": 3,
+    }
+    assert [event for event in book.take() if "restart" in event][-2:] == ["node restarted", BROKEN]
+    chronicle.tell([checked("orders", 3, crossed=3), checked("emails", 0)])
+    line = book.last(LAST)
+    assert (line["run_id"], line["leases"], line["recovered"]) == (THIRD.run_id, 3, 3)
+    book.take()
+    chronicle.restarted(NODE, THIRD.run_id, BEFORE, ["orders"])
+    chronicle.tell([checked("orders", 0)])
+    assert book.take() == ["node restarted"]
+
+
+def test_a_node_that_alternates_between_two_servers(book: Book, chronicle: Chronicle) -> None:
+    """An address that leads now here, now there: each change is a restart with both run_ids, and
+    each report is of the process that answers."""
+    chronicle.restarted(NODE, None, BEFORE, ["orders"])
+    for before, now in ((BEFORE, AFTER), (AFTER, BEFORE), (BEFORE, AFTER)):
+        chronicle.restarted(NODE, before.run_id, now, ["orders"])
+        chronicle.tell([checked("orders", 1)])
+        line = book.last("node restarted")
+        assert (line["was"], line["run_id"]) == (before.run_id, now.run_id)
+        assert book.last(FIRST)["run_id"] == now.run_id
+    assert [event for event in book.take() if event == BROKEN] == [BROKEN] * 2
+
+
+def test_a_primary_that_left_leaves_no_report_open(book: Book, chronicle: Chronicle) -> None:
+    """A failover in a cluster while leases are followed: the report of the old one is broken off,
+    its heir begins one of its own."""
+    chronicle.restarted(NODE, None, BEFORE, ["orders"])
+    chronicle.tell([checked("orders", 2)])
+    chronicle.nodes_changed(["other:6379"], {"other:6379": NODE})
+    assert book.last(BROKEN)["left"] == 2
+    book.take()
+    chronicle.tell([checked("orders", 0)])
+    assert book.take() == []
+
+
+def test_a_queue_that_cannot_be_read_does_not_hold_the_report(
+    book: Book, chronicle: Chronicle
+) -> None:
+    """One key of the wrong type among ten thousand queues: the others' leases are reported without
+    it, and its own as soon as they can be read."""
+    chronicle.restarted(NODE, None, AFTER, ["orders", "broken"])
+    chronicle.tell([checked("orders", 3)])
+    chronicle.tell([result("broken", "stalled_check", failure=LOST)])
+    chronicle.tell([result("broken", "stalled_check", skipped=True)])
+    chronicle.tell([result("broken", failure=REFUSED)])
+    assert FIRST not in book.take(), "its leases were not looked at yet"
+    chronicle.tell([result("broken", "stalled_check", failure=REFUSED)])
+    assert book.last(FIRST)["leases"] == 3
+    chronicle.tell([checked("broken", 2, crossed=2), checked("orders", 3, crossed=3)])
+    line = book.last(LAST)
+    assert (line["leases"], line["recovered"], line["settled_elsewhere"]) == (5, 5, 0)
+
+
+def test_the_only_queue_may_be_read_at_the_second_try(book: Book, chronicle: Chronicle) -> None:
+    """As long as nobody knows whether it had such leases, its report waits."""
+    chronicle.restarted(NODE, None, AFTER, ["orders"])
+    chronicle.tell([result("orders", "stalled_check", failure=Failure("TRYAGAIN", "TRYAGAIN"))])
+    chronicle.tell([checked("orders", 2)])
+    assert book.last(FIRST)["leases"] == 2
+    chronicle.tell([checked("orders", 0)])
+    assert book.last(LAST)["settled_elsewhere"] == 2
+
+
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_queue_that_leaves_does_not_hold_the_report(
     book: Book, chronicle: Chronicle, seen: bool
 ) -> None:
-    """The report waits for no queue that is no longer swept, looked at before or not."""
+    """The report waits for no queue that is no longer swept, looked at before or not; how its
+    leases end nobody sees, and what was said at the beginning still adds up."""
     chronicle.restarted(NODE, None, AFTER, ["orders", "gone"])
     chronicle.tell([checked("orders", 3, crossed=1)])
     if seen:
         chronicle.tell([checked("gone", 2)])
     chronicle.tell([checked("orders", 0)])
-    book.take()
+    first = book.last(FIRST) if seen else {"leases": 3}
     chronicle.forget({"gone"})
     line = book.last(LAST)
-    assert line["recovered"] + line["settled_elsewhere"] == line["leases"]
-    assert line["recovered"] == 1
+    assert line["leases"] == first["leases"] == (5 if seen else 3)
+    assert (line["recovered"], line["settled_elsewhere"]) == (1, 2)
+    assert line.get("not_followed") == (2 if seen else None)
+
+
+def test_the_only_queue_of_a_report_leaves(book: Book, chronicle: Chronicle) -> None:
+    """A report that was begun is ended, also when there is nothing left to follow."""
+    chronicle.restarted(NODE, None, AFTER, ["gone"])
+    chronicle.tell([checked("gone", 2)])
+    chronicle.forget({"gone"})
+    line = book.last(LAST)
+    assert (line["leases"], line["not_followed"]) == (2, 2)
+
+
+def test_a_queue_that_is_added_again_is_not_followed_twice(
+    book: Book, chronicle: Chronicle
+) -> None:
+    """Removed and added again while a report goes on: its leases were written off, and are not
+    found a second time."""
+    chronicle.restarted(NODE, None, AFTER, ["orders", "again"])
+    chronicle.tell([checked("orders", 3), checked("again", 2)])
+    chronicle.forget({"again"})
+    chronicle.tell([checked("again", 2, crossed=2), checked("orders", 3, crossed=3)])
+    line = book.last(LAST)
+    assert (line["leases"], line["recovered"], line["not_followed"]) == (5, 3, 2)
+    assert line["settled_elsewhere"] == 0
 
 
 def test_more_leases_than_are_counted_still_add_up(book: Book, chronicle: Chronicle) -> None:

@@ -463,6 +463,203 @@ def test_a_changed_url_leads_to_the_other_node(open_daemon: Open, stub: Stub) ->
         daemon.wait_ready()
 
 
+def node_up(stub: Stub) -> str:
+    return f'emqtimerd_node_up{{node="127.0.0.1:{stub.port}"}}'
+
+
+HOLD = {"timeout": "60s"}
+"""Longer than any test waits: what hangs, hangs until the test ends it."""
+
+
+def test_a_hung_node_keeps_nobody_from_its_successor(open_daemon: Open, stub: Stub) -> None:
+    """A reload leads away from a server that hangs, with every thread waiting for it: the other one
+    is swept within an interval, and a second reload finds nothing in its way either."""
+    stub.on("EMQ.PROMOTE", SILENCE)
+    queues = [f"queue-{n}" for n in range(12)]
+    own = {q: {"promote": {"interval": f"{300 + n}ms"}} for n, q in enumerate(queues)}
+    daemon = open_daemon(stub.url, queues, queue=own, node=HOLD, shutdown_grace="0s")
+    wait_until(lambda: stub.count("EMQ.PROMOTE") >= 8, "every thread waiting")
+    with Stub() as other, Stub() as third:
+        for successor in (other, third):
+            daemon.reload(node={"url": successor.url, **HOLD})
+            begun = time.monotonic()
+            wait_until(
+                lambda s=successor: all(  # type: ignore[misc]
+                    s.count("EMQ.PROMOTE", b"{%b}" % q.encode()) for q in queues
+                ),
+                "every queue swept on the new node",
+            )
+            assert time.monotonic() - begun < 1
+            daemon.wait_ready()
+        assert daemon.value(node_up(third)) == 1
+        assert daemon.stop() == 1, "the hung sweeps are abandoned, and named"
+        (line,) = daemon.told("grace exceeded, sweeps abandoned")
+        assert set(line["promote"]) <= set(queues)
+
+
+@pytest.mark.parametrize("end", ["an answer", "a broken connection"])
+def test_what_ends_on_a_node_that_was_left_counts_and_says_nothing(
+    open_daemon: Open, stub: Stub, end: str
+) -> None:
+    """A round that began before a reload ends after it: what it moved, or may have moved, is
+    counted once; no state, no readiness and no line of the new node is touched by it."""
+    stub.on("ZRANGE", ids(b"JOB1", b"1"))
+    stub.on("EMQ.PROMOTE", late(integer(7) if end == "an answer" else cut(integer(7), 1), 1.0))
+    check = {"interval": "1h"}
+    daemon = open_daemon(stub.url, ["orders"], promote={"interval": "100ms"}, stalled_check=check)
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
+    with Stub() as other:
+        daemon.reload(node={"url": other.url})
+        told = len(daemon.lines())
+        daemon.wait_ready()
+        if end == "an answer":
+            daemon.wait_value(promoted("orders"), 7)
+        else:
+            daemon.wait_value(sweeps("orders", outcome="unknown"), 1)
+        known = other.count("EMQ.PROMOTE")
+        wait_until(lambda: other.count("EMQ.PROMOTE") > known + 5, "further sweeps")
+        samples = daemon.scrape()
+        assert samples[promoted("orders")] == (7 if end == "an answer" else 0)
+        assert samples[sweeps("orders", outcome="unknown")] == (0 if end == "an answer" else 1)
+        assert samples['emqtimerd_queue_overdue_seconds{queue="orders"}'] == 0
+        assert {name for name in samples if "node_up" in name} == {node_up(other)}
+        assert daemon.get("/readyz")[0] == 200
+        (line,) = daemon.lines()[told:]
+        assert (line["event"], line["node"]) == ("node up", f"127.0.0.1:{other.port}")
+        assert stub.count("EMQ.PROMOTE") == 1
+        assert daemon.stop() == 0
+
+
+def test_another_password_for_the_same_server(open_daemon: Open, stub: Stub) -> None:
+    """The old connections hang until their timeout; the node that is spoken to anew has the same
+    name, and is neither down for a moment nor not ready."""
+    daemon = open_daemon(stub.url, ["orders"], promote={"interval": "100ms"}, node=HOLD)
+    daemon.wait_ready()
+    daemon.wait_value(node_up(stub), 1)
+    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 0.5), integer(0))
+    known = stub.count("EMQ.PROMOTE")
+    wait_until(lambda: stub.count("EMQ.PROMOTE") > known, "a sweep that hangs")
+    address = stub.url.removeprefix("redis://")
+    daemon.reload(node={"url": f"redis://:new@{address}", **HOLD})
+    begun = time.monotonic()
+    seen = set()
+    while time.monotonic() < begun + 1.2:
+        samples = daemon.scrape()
+        seen.add((samples[node_up(stub)], daemon.get("/readyz")[0]))
+    assert seen == {(1.0, 200)}
+    assert stub.count("EMQ.PROMOTE") > known + 5
+    assert daemon.value(sweeps("orders", outcome="unknown")) == 1
+    assert not daemon.told("node down")
+    assert daemon.value(f'emqtimerd_node_restarts_total{{node="127.0.0.1:{stub.port}"}}') == 0
+
+
+def test_a_blocked_queue_is_not_blocked_on_the_next_node(open_daemon: Open, stub: Stub) -> None:
+    """What the old node said of its queues goes with it, before the new one has said a word."""
+    stub.on("ZRANGE", ids(b"JOB1", b"1"), word=b"orders")
+    stub.on("ZCARD", integer(5))
+    stub.on("EMQ.PROMOTE", error("EMQSTATE JOB1 not native"))
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    blocked = 'emqtimerd_queue_blocked{queue="orders",verb="promote"}'
+    jobs = 'emqtimerd_queue_jobs{queue="orders",state="dead"}'
+    daemon.wait_value(blocked, 1)
+    daemon.wait_value(jobs, 5)
+    daemon.reload(node={"url": nobody()})
+    samples = daemon.scrape()
+    assert (samples[blocked], samples[jobs]) == (0, 0)
+    assert samples['emqtimerd_queue_overdue_seconds{queue="orders"}'] == 0
+    assert samples[sweeps("orders", outcome="error")] >= 1
+    assert daemon.get("/readyz")[0] == 503
+
+
+def test_a_reload_keeps_what_was_discovered_on_the_same_server(
+    open_daemon: Open, stub: Stub
+) -> None:
+    """Another timeout is no other keyspace: what was found is swept on and keeps its counts, though
+    the next search has to begin anew; on another server it is forgotten."""
+    key = b"emq:{orders}:schedule"
+    page = array(bulk(b"0"), ids(key))
+    stub.on("SCAN", page, error("LOADING"))
+    discovery = {"enabled": True, "interval": "1s"}
+    daemon = open_daemon(stub.url, [], discovery=discovery, **FAST)
+    daemon.wait_value("emqtimerd_queues", 1)
+    before = daemon.value(sweeps("orders"))
+    daemon.reload(node={"url": stub.url, "timeout": "3s"})
+    samples = daemon.scrape()
+    assert samples["emqtimerd_queues"] == 1
+    assert samples[sweeps("orders")] >= (before or 0)
+    known = stub.count("EMQ.PROMOTE")
+    wait_until(lambda: stub.count("EMQ.PROMOTE") > known + 2, "further sweeps")
+    with Stub() as other:
+        other.on("SCAN", array(bulk(b"0"), ids()))
+        daemon.reload(node={"url": other.url})
+        assert daemon.value("emqtimerd_queues") == 0
+
+
+def test_an_excess_of_discovered_queues_is_told_at_both_ends(open_daemon: Open, stub: Stub) -> None:
+    """Beyond `discovery.max_queues`: a warning with the number, and a line when that is over."""
+    page = array(bulk(b"0"), ids(b"emq:{a}:active", b"emq:{b}:active", b"emq:{c}:active"))
+    stub.on("SCAN", page)
+    discovery = {"enabled": True, "interval": "1s", "max_queues": 1}
+    daemon = open_daemon(stub.url, [], discovery=discovery, **FAST)
+    line = daemon.wait_told("queues beyond discovery.max_queues")
+    assert (line["not_swept"], line["level"]) == (2, "warning")
+    daemon.wait_value("emqtimerd_queues", 1)
+    daemon.reload(discovery={**discovery, "max_queues": 10})
+    line = daemon.wait_told("no queue is beyond discovery.max_queues any more")
+    assert line["level"] == "info"
+    daemon.wait_value("emqtimerd_queues", 3)
+    assert len(daemon.told("queues beyond discovery.max_queues")) == 1
+
+
+def test_what_a_search_found_meets_a_reload_that_excludes_it(open_daemon: Open, stub: Stub) -> None:
+    """A search ends just before a reload: the newer settings decide."""
+    stub.on("SCAN", array(bulk(b"0"), ids(b"emq:{orders}:active")))
+    discovery = {"enabled": True, "interval": "1h"}
+    daemon = open_daemon(stub.url, ["listed"], discovery=discovery, **FAST)
+    daemon.wait_value("emqtimerd_queues", 2)
+    inside = daemon.daemon
+    daemon.reload(discovery={**discovery, "exclude": ["ord*"]})
+    inside._work.found = frozenset({"orders", "emails"})
+    daemon.wait_value("emqtimerd_queues", 2)
+    assert daemon.value(sweeps("orders")) is None
+    assert daemon.value(sweeps("emails")) is not None
+
+
+def test_a_file_that_hangs_keeps_nobody_waiting(
+    open_daemon: Open, stub: Stub, manager: Manager
+) -> None:
+    """A reload whose file does not come (a network disk): signs of life go on; a hangup that comes
+    meanwhile has it read once more; a stop needs no file."""
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    daemon.wait_ready()
+    release, load, loads = threading.Event(), daemon.daemon._load, []
+
+    def hang() -> Any:
+        loads.append(time.monotonic())
+        release.wait(20)
+        return load()
+
+    daemon.daemon._load = hang
+    daemon.signals.send(signal.SIGHUP)
+    manager.wait_told("RELOADING=1")
+    pings = len(manager.told("WATCHDOG=1"))
+    manager.wait_told("WATCHDOG=1", pings + 10)
+    daemon.signals.send(signal.SIGHUP)
+    pings = len(manager.told("WATCHDOG=1"))
+    manager.wait_told("WATCHDOG=1", pings + 2)
+    assert len(loads) == 1
+    assert not daemon.told("reloaded")
+    release.set()
+    daemon.wait_told("reloaded", 2)
+    assert len(loads) == 2
+    assert len(manager.told("RELOADING=1")) == 2
+    release.clear()
+    daemon.signals.send(signal.SIGHUP)
+    wait_until(lambda: len(loads) == 3, "the third reading")
+    assert daemon.stop() == 0
+    release.set()
+
+
 def test_what_a_restart_takes_over_only_is_told(open_daemon: Open, stub: Stub) -> None:
     """SIGHUP: a setting that needs a restart is named, and the daemon stays reachable."""
     daemon = open_daemon(stub.url, ["orders"])
@@ -881,9 +1078,9 @@ def test_names_that_come_and_go_leave_nothing(open_daemon: Open, stub: Stub) -> 
     assert {name for name in after if "errors" not in name} <= before | after
     assert not [name for name in after if "queue-" in name]
     inside = daemon.daemon
-    assert len(inside._timer._phase_of) == 2
+    assert len(inside._work.timer._phase_of) == 2
     assert sum(map(len, inside._work.rounds._duties.values())) == 2
-    wait_until(lambda: len(inside._timer._scheduler.get_jobs()) <= 6, "their turns to be gone")
+    wait_until(lambda: len(inside._work.timer._scheduler.get_jobs()) <= 6, "their turns to be gone")
 
 
 def test_replicas_count_each_job_once(
@@ -980,6 +1177,49 @@ def test_signs_of_life_come_in_half_the_time(
     assert gaps[-1] < 0.5
 
 
+def test_signs_of_life_go_on_through_a_long_stop(
+    open_daemon: Open, stub: Stub, manager: Manager
+) -> None:
+    """Watchdog: a stop that waits for a sweep for longer than the watchdog's limit is a good one,
+    and the manager is asked for the time."""
+    stub.on("EMQ.PROMOTE", late(integer(0), 1.5))
+    daemon = open_daemon(stub.url, ["orders"], **FAST, shutdown_grace="7s")
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
+    assert daemon.stop() == 0
+    (stopping,) = manager.told("STOPPING=1")
+    stopped = time.monotonic()
+    manager.wait_told("EXTEND_TIMEOUT_USEC=12000000")
+    pings = [when for when in manager.told("WATCHDOG=1") if when > stopping - 0.5]
+    assert stopped - stopping > 1
+    assert max(b - a for a, b in pairwise([*pings, stopped])) < 0.5
+
+
+@pytest.mark.parametrize("part", ["timer", "_http", "nodes"])
+def test_a_part_that_cannot_be_ended_does_not_keep_the_others(
+    open_daemon: Open, stub: Stub, part: str
+) -> None:
+    """Stop order: each part is ended, whatever went wrong with the one before; the exit code and a
+    line say so."""
+    daemon = open_daemon(stub.url, ["orders"], **FAST)
+    daemon.wait_ready()
+    inside = daemon.daemon
+    target = inside._http if part == "_http" else getattr(inside._work, part)
+    method = "stop" if part == "_http" else "close"
+    end = getattr(target, method)
+
+    def fail() -> None:
+        end()
+        raise RuntimeError("a mistake of our own")
+
+    setattr(target, method, fail)
+    assert daemon.stop() == 1
+    assert len(daemon.told("could not be ended")) == 1
+    assert daemon.lines()[-1]["event"] == "stopped"
+    assert not inside._http.running
+    assert not inside._work.timer.is_alive()
+    assert inside._work.nodes._node._closed
+
+
 def test_no_sign_of_life_when_the_scheduler_stands(
     open_daemon: Open, stub: Stub, manager: Manager
 ) -> None:
@@ -987,7 +1227,7 @@ def test_no_sign_of_life_when_the_scheduler_stands(
     they come again when it goes on."""
     daemon = open_daemon(stub.url, ["orders"], **FAST)
     manager.wait_told("WATCHDOG=1", 3)
-    scheduler = daemon.daemon._timer._scheduler
+    scheduler = daemon.daemon._work.timer._scheduler
     process_jobs, release = scheduler._process_jobs, threading.Event()
 
     def stand() -> Any:
@@ -1018,7 +1258,7 @@ def test_a_dead_thread_ends_the_process_with_a_reason(
 
     inside = daemon.daemon
     if thread == "scheduler":
-        inside._timer._scheduler._process_jobs = die
+        inside._work.timer._scheduler._process_jobs = die
     elif thread == "web server":
         inside._http._server.stop()
     else:

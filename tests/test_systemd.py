@@ -424,7 +424,8 @@ def test_a_burst_of_hangups_ends_in_ready(node: DevNode, service: Start) -> None
     assert unit.end()[0] == 0
     words = [word for message in unit.manager.listen() for word in message if word != "STATUS"]
     states = [word for word in words if word in ("READY", "RELOADING")]
-    assert states == ["READY", *["RELOADING", "READY"] * (len(states) // 2)]
+    # The stop may come in the middle of the last one.
+    assert states == ["READY", *["RELOADING", "READY"] * len(states)][: len(states)]
 
 
 @pytest.mark.parametrize(

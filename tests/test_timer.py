@@ -298,8 +298,10 @@ def start(record: Record) -> Iterator[Callable[..., Timer]]:
 
 
 def _stop(timer: Timer) -> None:
+    timer.halt()
+    timer.wait_idle(5.0)
     with suppress(SchedulerNotRunningError):
-        timer.stop(5.0, lambda: False)
+        timer.close()
 
 
 def promote(interval: float) -> Cadence:
@@ -557,10 +559,11 @@ def test_wakes_that_cannot_be_read_leave_the_queue_free(
     wait_until(lambda: len(record.calls) >= 3, "further sweeps")
 
 
-def test_a_stop_waits_for_running_rounds_and_starts_no_other(
+def test_a_halt_lets_running_rounds_end_and_starts_no_other(
     start: Callable[..., Timer], record: Record
 ) -> None:
-    """SIGTERM in mid-sweep: what runs is finished, what waits does not begin."""
+    """SIGTERM in mid-sweep: what runs is finished, and named until then; what waits does not
+    begin. The beat goes on meanwhile."""
     begun, release = threading.Event(), threading.Event()
 
     def slow(_verb: Verb, _queues: Sequence[str]) -> tuple[()]:
@@ -569,38 +572,51 @@ def test_a_stop_waits_for_running_rounds_and_starts_no_other(
         return ()
 
     record.wakes = slow
-    timer = start({promote(0.05): ["orders"], Cadence("stalled_check", 0.05): ["orders"]})
+    timer = start(
+        {promote(0.05): ["orders", "emails"], Cadence("stalled_check", 0.05): ["orders"]},
+        beat_seconds=0.05,
+    )
     assert begun.wait(10)
     wait_until(lambda: len(record.calls) == 2, "a round of each verb")
-    threading.Timer(0.2, release.set).start()
-    assert timer.stop(5.0, lambda: False) == {}
+    timer.halt()
+    assert not timer.wait_idle(0)
+    assert timer.running() == {"promote": {"emails", "orders"}, "stalled_check": {"orders"}}
+    beats = len(record.beats)
+    wait_until(lambda: len(record.beats) > beats + 2, "further beats")
+    threading.Timer(0.1, release.set).start()
+    assert timer.wait_idle(5.0)
+    assert timer.running() == {}
     assert release.is_set()
     assert len(record.calls) == 2
 
 
-def test_a_stop_says_what_it_left_running(start: Callable[..., Timer], record: Record) -> None:
-    """The grace has an end, and impatience ends it sooner; both name the queues."""
+def test_a_closed_timer_waits_for_nobody(start: Callable[..., Timer], record: Record) -> None:
+    """Rounds that hang are left to their own deadlines; turns that wait for a thread, and wakes
+    that were to come, find nothing to do and count nowhere."""
     release = threading.Event()
 
-    def slow(_verb: Verb, _queues: Sequence[str]) -> tuple[()]:
+    def slow(verb: Verb, queues: Sequence[str]) -> list[Wake]:
         release.wait(10)
-        return ()
+        return [Wake(verb, queue, 0.0) for queue in queues]
 
     record.wakes = slow
-    timer = start({promote(1.0): ["orders", "emails"]})
-    impatient = Record()
-    impatient.wakes = slow
-    other = start({promote(1.0): ["orders"]}, impatient)
-    wait_until(lambda: record.calls and impatient.calls, "both rounds")
+    timer = start({promote(0.05 + n / 1000): [f"queue-{n}"] for n in range(12)})
+    wait_until(lambda: len(record.calls) == timing.ROUND_THREADS, "all threads waiting")
+    late = len(record.latenesses)
     try:
         asked = time.monotonic()
-        assert timer.stop(0.2, lambda: False) == {"promote": ["emails", "orders"]}
-        assert 0.15 < time.monotonic() - asked < 1
-        asked = time.monotonic()
-        assert other.stop(60.0, lambda: True) == {"promote": ["orders"]}
+        timer.close()
         assert time.monotonic() - asked < 1
+        assert not timer.is_alive()
     finally:
         release.set()
+    assert timer.wait_idle(5.0)
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("emqtimerd-round")],
+        "the threads to end",
+    )
+    assert len(record.calls) == timing.ROUND_THREADS
+    assert len(record.latenesses) == late
 
 
 def test_nothing_is_left_after_a_stop(start: Callable[..., Timer], record: Record) -> None:
@@ -608,7 +624,7 @@ def test_nothing_is_left_after_a_stop(start: Callable[..., Timer], record: Recor
     before = set(threading.enumerate())
     timer = start({promote(0.02): ["orders"]})
     wait_until(lambda: len(record.calls) > 3, "sweeps")
-    timer.stop(5.0, lambda: False)
+    timer.close()
     wait_until(lambda: set(threading.enumerate()) <= before, "the threads to end")
 
 

@@ -10,7 +10,10 @@ import pytest
 from emqtimerd.config import schema
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
+    *sorted(path for top in ("docs", "deploy", "helm") for path in (ROOT / top).rglob("*.md")),
+]
 
 
 def settings(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, str]:
@@ -36,7 +39,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
     assert rows == {path: default for path, default in wanted.items() if path != "match"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     """A link inside the project names a file that is there, and a heading that it has."""
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):

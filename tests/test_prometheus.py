@@ -1,7 +1,9 @@
 """The alerts: judged by promtool, and by a real Prometheus that watches a real daemon."""
 
+import os
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,30 @@ def test_there_is_no_runbook_without_an_alert() -> None:
 def test_the_chart_ships_the_same_alerts() -> None:
     chart = ROOT / "helm" / "emqtimerd" / "files" / "alerts.yaml"
     assert chart.read_bytes() == ALERTS.read_bytes()
+
+
+def test_the_readme_installs_rules_with_runbooks_at_an_address_and_a_scrape(tmp_path: Path) -> None:
+    """Its lines run as they stand, in another place; Prometheus takes what they make."""
+    text = (DIRECTORY / "README.md").read_text()
+    (config,) = re.findall(r"^```yaml\n(rule_files:.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(config)
+    lines = re.findall(r"^    ((?:sed|promtool) .*)$", text, re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["sed", "promtool"]
+    script = "\n".join(lines).replace("/etc/prometheus", str(tmp_path))
+    environment = os.environ | {"PATH": f"{Path(tool('promtool')).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-ec", script],
+        cwd=DIRECTORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rules = yaml.safe_load((tmp_path / "emqtimerd.yaml").read_text())["groups"][0]["rules"]
+    links = [rule["annotations"]["runbook_url"] for rule in rules if "alert" in rule]
+    base = "https://wiki.example.net/emqtimerd/alerts"
+    assert links == [f"{base}#{name.lower()}" for name in NAMES]
 
 
 # --- with a real daemon -------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from emqtimerd import wire
 from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
 from emqtimerd.discovery import FORGET_SECONDS, KEYS_PER_STEP, Discovery
-from emqtimerd.topology import open_nodes
+from emqtimerd.node import BackingOff, Node, Unreachable
+from emqtimerd.topology import Nodes, open_nodes
 
 MANY = 50
 """More steps than any search of these tests takes."""
@@ -135,6 +136,26 @@ def test_the_upper_bound_keeps_the_same_queues(
     assert looking.discovery.dropped == 0
 
 
+def test_a_new_queue_pushes_out_none_that_is_swept(
+    search: Callable[..., Search], node: DevNode, client: redis.Redis
+) -> None:
+    """Whatever its name, it waits until there is room, and then it comes in. A lower bound keeps
+    some of those that were swept, too."""
+    for queue in ("m", "n"):
+        add(client, queue)
+    looking = search(node.url, max_queues=2)
+    assert looking.found() == {"m", "n"}
+    add(client, "a")
+    add(client, "z")
+    assert looking.again() == {"m", "n"}
+    assert looking.discovery.dropped == 2
+    client.delete(wire.queue_key("m", "schedule"))
+    assert looking.again(FORGET_SECONDS) == {"a", "n"}
+    looking.configure(max_queues=1)
+    assert looking.again() == {"a"}
+    assert looking.discovery.dropped == 2
+
+
 def test_a_step_is_one_bounded_call(search: Callable[..., Search], stub: Stub) -> None:
     """A budget of SCAN calls: one a step, of a bounded size, going on where the last one ended."""
     stub.on("SCAN", page(7, b"emq:{a}:active"), page(9), page(0, b"emq:{b}:schedule"))
@@ -204,3 +225,80 @@ def test_settings_change_under_a_search(
     client.flushall()
     looking.configure(exclude=["bulk-*"])
     assert looking.again() == {"orders"}
+
+
+class Part(Node):
+    """A primary of a cluster as a search sees it: keys, or a fault."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, lambda: None, 1.0)  # type: ignore[arg-type, return-value]
+        self.up = True
+        self.keys: list[bytes] = []
+
+    def fault(self) -> BackingOff | None:
+        return None if self.up else BackingOff(Unreachable(self.name, "connection", "gone"))
+
+
+class Parts(Nodes):
+    """Primaries, and which of them has a queue: by its first letter."""
+
+    tended = True
+
+    def __init__(self, **parts: Part) -> None:
+        super().__init__(next(iter(parts.values())))
+        self.parts = parts
+        self.nobody = Part("nobody")
+
+    def primaries(self) -> list[Node]:
+        return list(self.parts.values())
+
+    def by_node(self, items: Any, queue: Any) -> list[tuple[Node, list[Any]]]:
+        shares: dict[Node, list[Any]] = {}
+        for item in items:
+            shares.setdefault(self.parts.get(queue(item)[0], self.nobody), []).append(item)
+        return list(shares.items())
+
+
+def test_a_primary_that_is_down_keeps_its_own_queues_only(
+    search: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell whether the queues of a primary that is down are gone, nor those of a slot
+    that nobody serves; those of the others are forgotten as ever."""
+    parts = Parts(a=Part("a"), b=Part("b"), c=Part("c"))
+    looking = search("redis://127.0.0.1:1")
+    looking.discovery._nodes = parts
+    monkeypatch.setattr(looking.discovery, "_scan", _scan)
+    for name, part in parts.parts.items():
+        part.keys = [b"emq:{%b}:active" % f"{name}-{n}".encode() for n in range(2)]
+    assert looking.found() == {f"{name}-{n}" for name in "abc" for n in range(2)}
+    for part in parts.parts.values():
+        del part.keys[1]
+    parts.parts["b"].up = False
+    assert looking.again(FORGET_SECONDS + 1) == {"a-0", "b-0", "b-1", "c-0"}
+    # The slots of c are served by nobody for a while, and there is one primary less.
+    unserved = parts.parts.pop("c")
+    parts.parts["b"].up = True
+    assert looking.again(FORGET_SECONDS + 1) == {"a-0", "b-0", "c-0"}
+    parts.parts["c"] = unserved
+    unserved.keys.clear()
+    assert looking.again() == {"a-0", "b-0"}
+
+
+def _scan(node: Part) -> tuple[bytes, list[bytes]]:
+    if fault := node.fault():
+        raise fault
+    return b"0", node.keys
+
+
+def test_a_search_goes_on_from_what_another_one_knew(
+    search: Callable[..., Search], stub: Stub
+) -> None:
+    """The same keyspace through other connections: nothing is found anew, nor pushed out."""
+    stub.on("SCAN", page(0, b"emq:{m}:active"))
+    before = search(stub.url, max_queues=1)
+    assert before.found() == {"m"}
+    after = search(stub.url, max_queues=1)
+    after.discovery.go_on_from(before.discovery)
+    stub.on("SCAN", page(0, b"emq:{a}:active"))
+    assert after.found() == {"m"}
+    assert after.again(FORGET_SECONDS) == {"a"}

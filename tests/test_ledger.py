@@ -10,7 +10,7 @@ import pytest
 
 from emqtimerd.ledger import Ledger
 from emqtimerd.node import Identity
-from emqtimerd.sweeper import Blocked, Expiry, Failure, SweepResult
+from emqtimerd.sweeper import Blocked, Expiry, Failure, Round, SweepResult
 
 NODE = "127.0.0.1:6379"
 
@@ -227,6 +227,46 @@ def test_a_sweep_that_moved_the_prefix_is_still_blocked(ledger: Ledger) -> None:
     assert (facts.blocked, facts.ok, facts.error) == (blocked, 2, 1)
 
 
+def test_what_a_former_node_did_counts_and_says_nothing(ledger: Ledger, clock: Clock) -> None:
+    """A round that ends after its nodes were replaced: its moves, its errors and its time are
+    counted; last sweep, due head, block, failure, sizes and readiness stay as they are."""
+    before = ledger.queues(["orders"])[0]
+    moved = SweepResult(
+        "orders",
+        "stalled_check",
+        NODE,
+        passes=1,
+        recovered=[b"JOB1"],
+        expiries=[Expiry(b"JOB1", "restart")],
+        lateness_ms=[1_500.0],
+        finished_at=1_234.5,
+        jobs=(1, 2, 3, 4),
+        leases=(5, 6, 7),
+        failure=FAILURE,
+        unknown=1,
+    )
+    blocked = SweepResult("emails", "stalled_check", NODE, blocked=Blocked(b"JOB2", "EMQSTATE"))
+    gone = SweepResult("gone", "stalled_check", NODE, passes=1, recovered=[b"JOB3"])
+    done = Round([moved, blocked, gone], ["orders", "gone"], 1_234.5)
+    ledger.record_former("stalled_check", done, 7.0)
+    orders, emails = ledger.queues()
+    assert (orders.recovered, orders.restart) == (1, 1)
+    facts = orders.stalled_check
+    assert (facts.ok, facts.error, facts.unknown, facts.errors) == (2, 0, 1, {"NOPERM": 1})
+    assert (emails.stalled_check.error, emails.stalled_check.errors) == (1, {"EMQSTATE": 1})
+    for queue in (orders, emails):
+        facts = queue.stalled_check
+        assert (facts.last_sweep, facts.due, facts.blocked, facts.failure) == (0, None, None, None)
+        assert (queue.jobs, queue.leases, queue.node) == (before.jobs, before.leases, "")
+    overview = ledger.overview()
+    assert overview.lateness["stalled_check"].sum_seconds == 1.5
+    assert overview.rounds["stalled_check"].sum_seconds == 7.0
+    ledger.node_seen(NODE, identity())
+    ledger.expect({"stalled_check": 30.0})
+    assert "no queue has been swept yet" in ledger.health().reasons[0]
+    assert "last fault" not in ledger.status()
+
+
 # --- overdue ------------------------------------------------------------------------------------
 
 
@@ -296,6 +336,58 @@ def test_a_node_that_left_does_not_come_back_by_itself(ledger: Ledger) -> None:
     ledger.node_seen(NODE, identity())
     ledger.node_down(NODE)
     assert [node.name for node in ledger.overview().nodes] == ["other:6379"]
+
+
+STATE = SweepResult(
+    "orders",
+    "promote",
+    NODE,
+    passes=1,
+    promoted=3,
+    jobs=(1, 2, 3, 4),
+    leases=(5, 6, 7),
+    finished_at=1_234.5,
+    blocked=Blocked(b"JOB1", "EMQSTATE"),
+)
+
+
+def test_what_a_node_said_of_its_queues_goes_with_it(ledger: Ledger, clock: Clock) -> None:
+    """A reload leads to another node: until that one says something, nothing is known of the
+    queues. What was counted stays, and when it was."""
+    ledger.record("promote", [STATE], 0.1)
+    ledger.guard("orders", raised=True)
+    ledger.set_nodes(["other:6379"])
+    queue = ledger.queues()[0]
+    assert (queue.jobs, queue.leases, queue.guarded, queue.node) == ((0,) * 4, (0,) * 3, None, "")
+    assert (queue.promote.blocked, queue.promote.due) == (None, None)
+    assert (queue.promoted, queue.promote.ok, queue.promote.error) == (3, 1, 1)
+    assert queue.promote.last_sweep == 1_234.5
+    ledger.node_seen("other:6379", identity())
+    ledger.expect({"promote": 1.0})
+    assert "no queue has been swept yet" in ledger.health().reasons[0]
+
+
+@pytest.mark.parametrize("heirs", [{}, {"heir:6379": NODE}])
+def test_a_node_that_stays_or_has_an_heir_keeps_what_it_said(
+    ledger: Ledger, heirs: dict[str, str]
+) -> None:
+    """Another password for the same server, or a failover: the queues stand as they stood."""
+    ledger.record("promote", [STATE], 0.1)
+    names = [*heirs, "more:6379"] if heirs else [NODE, "more:6379"]
+    ledger.set_nodes(names, heirs)
+    queue = ledger.queues()[0]
+    assert (queue.jobs, queue.promote.blocked) == (STATE.jobs, STATE.blocked)
+
+
+def test_a_restart_behind_a_hidden_run_id_is_one(ledger: Ledger) -> None:
+    """An ACL hid INFO while the server was restarted: two processes were known, so it counts."""
+    for run_id in ("a", "", "", "b", "", "b"):
+        ledger.node_seen(NODE, identity(run_id * 40))
+    node = ledger.overview().nodes[0]
+    assert node.restarts == 1
+    ledger.set_nodes(["heir"], {"heir": NODE})
+    ledger.node_seen("heir", identity("c" * 40))
+    assert ledger.overview().nodes[0].restarts == 2
 
 
 # --- health -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Against a scripted server, with a clock that the test moves on.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,8 +14,22 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
+from conftest import wait_until
 from daemon_process import Book
-from stub import HANG_UP, RUN_ID, SILENCE, Answer, Stub, array, bulk, error, ids, integer, late
+from stub import (
+    HANG_UP,
+    RUN_ID,
+    SILENCE,
+    Answer,
+    Stub,
+    array,
+    bulk,
+    cut,
+    error,
+    ids,
+    integer,
+    late,
+)
 
 from emqtimerd import node as nodes_module
 from emqtimerd import rounds as rounds_module
@@ -228,6 +243,44 @@ def test_a_restart_in_the_middle_of_a_round_does_not_get_past_the_grace(
     assert desk.ledger.queues()[0].stalled_check.error == 0
 
 
+def test_a_hidden_run_id_is_no_restart(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """An ACL that denies INFO for a while, at the start or later: nobody restarted; and a restart
+    that happens behind its back is noticed as soon as the run_id can be read again."""
+    stub.on("INFO", error("NOPERM no permission"))
+    desk = open_desk()
+    desk.promote()
+    for answer in (info(), error("NOPERM no permission"), info()):
+        stub.on("INFO", answer)
+        stub.hang_up()
+        desk.promote()
+    assert "node restarted" not in desk.book.take()
+    assert desk.ledger.overview().nodes[0].restarts == 0
+    stub.on("INFO", error("NOPERM no permission"))
+    stub.hang_up()
+    desk.promote()
+    restart(stub)
+    desk.promote()
+    assert desk.book.last("node restarted")["was"] == RUN_ID.decode()
+    assert desk.ledger.overview().nodes[0].restarts == 1
+
+
+def test_each_of_many_restarts_is_told_once(open_desk: Callable[..., Desk], stub: Stub) -> None:
+    """A server that restarts again and again, and at last is the first process once more (an
+    address that leads to two servers)."""
+    desk = open_desk()
+    desk.promote()
+    run_ids = [b"%d" % number * 40 for number in range(5)] + [RUN_ID]
+    for run_id in run_ids:
+        restart(stub, run_id)
+        for _ in range(3):
+            desk.promote()
+        desk.check()
+    told = [(f["was"], f["run_id"]) for _, event, f in desk.book.lines if event == "node restarted"]
+    expected = [RUN_ID.decode(), *(run_id.decode() for run_id in run_ids)]
+    assert told == list(pairwise(expected))
+    assert desk.ledger.overview().nodes[0].restarts == len(run_ids)
+
+
 # --- mass expiry --------------------------------------------------------------------------------
 
 GUARD = {"stalled_check": {"mass_expiry": {"share": 0.5, "at_least": 20}, "max_stalled": 3}}
@@ -375,6 +428,26 @@ def test_what_ends_by_itself_is_tried_again_before_a_turn_that_is_far(
     assert stub.count("EMQ.PROMOTE") == 2
 
 
+def test_a_connection_that_breaks_late_is_no_news_of_the_node(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """Several rounds wait for a server that went away silently; the first that gives up tells it,
+    the next one reaches the node anew. Those that give up after that bring it down no more."""
+    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 0.5), word=b"{emails}")
+    stub.on("EMQ.PROMOTE", HANG_UP, integer(0), word=b"{orders}")
+    desk = open_desk("orders", "emails")
+    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
+    slow.start()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that breaks late")
+    for _ in range(2):
+        desk.rounds.run("promote", ["orders"])
+    assert desk.book.take() == ["node down", "node up"]
+    slow.join()
+    assert desk.book.take() == []
+    assert desk.ledger.overview().nodes[0].up
+    assert desk.ledger.queues(["emails"])[0].promote.unknown == 1
+
+
 def test_a_round_whose_reply_is_lost_is_unknown_and_goes_on(
     open_desk: Callable[..., Desk], stub: Stub
 ) -> None:
@@ -424,13 +497,86 @@ def test_a_reload_keeps_what_was_learned(
 
 
 def test_a_queue_that_left_is_not_swept(open_desk: Callable[..., Desk], stub: Stub) -> None:
-    """A turn or a wake that was under way at the reload finds nothing to do."""
+    """A turn or a wake that waited at the reload finds nothing to do."""
     desk = open_desk("orders", "gone")
     desk.queues = ["orders"]
     desk.configure()
     assert desk.rounds.run("promote", ["orders", "gone", "never"]) is not None
     assert stub.count("EMQ.PROMOTE", b"{orders}") == 1
     assert stub.count("EMQ.PROMOTE") == 1
+
+
+def test_a_queue_that_leaves_while_it_is_swept_leaves_nothing(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """How its last sweep went is not told, nor remembered: when the queue is added again, its
+    trouble is news."""
+    stub.on("EMQ.PROMOTE", late(error("ERR no"), 0.3), error("ERR no"), word=b"{gone}")
+    desk = open_desk("orders", "gone")
+    desk.rounds.run("promote", ["orders"])
+    desk.book.take()
+    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["gone"]))
+    slow.start()
+    wait_until(lambda: stub.count("EMQ.PROMOTE", b"{gone}") == 1, "its sweep under way")
+    desk.queues = ["orders"]
+    desk.configure()
+    slow.join()
+    assert desk.book.take() == []
+    assert [queue.name for queue in desk.ledger.queues()] == ["orders"]
+    desk.queues = ["orders", "gone"]
+    desk.configure()
+    desk.promote()
+    assert desk.book.take() == ["sweep failed"]
+    facts = desk.ledger.queues(["gone"])[0].promote
+    assert (facts.ok, facts.error) == (0, 1)
+
+
+# --- other nodes --------------------------------------------------------------------------------
+
+
+def test_rounds_that_were_left_send_nothing_and_only_count(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """What was under way when other nodes took over: the sweep that was sent is counted, the next
+    pipeline of the round is not sent, and neither the node nor a queue is said to be anyhow."""
+    stub.on("ZRANGE", ids(b"JOB1", b"1"))
+    stub.on("EMQ.PROMOTE", late(integer(100), 0.3))
+    desk = open_desk(promote={"limit": 100})
+    round_ = threading.Thread(target=desk.promote)
+    round_.start()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
+    desk.rounds.leave()
+    round_.join()
+    assert stub.count("EMQ.PROMOTE") == 1
+    assert desk.promote() == desk.check() == []
+    desk.rounds.tend()
+    desk.nodes.on_change({})
+    assert stub.count("EMQ.PROMOTE") == 1
+    assert stub.count("EMQ.STALLED.CHECK") == 0
+    assert desk.book.take() == []
+    facts = desk.ledger.queues()[0]
+    assert (facts.promoted, facts.promote.ok) == (100, 1)
+    assert (facts.promote.last_sweep, facts.promote.due, facts.node) == (0.0, None, "")
+    overview = desk.ledger.overview()
+    assert not overview.nodes[0].up
+    assert overview.lateness["promote"].cumulative[-1] == 1
+
+
+def test_a_guard_that_went_with_the_old_nodes_leaves_no_gauge(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """One reload changes the node's settings and switches the guard off: its gauge goes."""
+    stub.on("ZCOUNT", integer(20))
+    stub.on("ZCARD", integer(20))
+    desk = open_desk(**GUARD)
+    desk.check()
+    assert desk.ledger.queues()[0].guarded is True
+    desk.rounds.leave()
+    desk.rounds = Rounds(desk.nodes, desk.ledger, Chronicle(cast("Log", desk.book)), lambda: False)
+    desk.configure(**GUARD)
+    assert desk.ledger.queues()[0].guarded is True
+    desk.configure()
+    assert desk.ledger.queues()[0].guarded is None
 
 
 # --- wakes --------------------------------------------------------------------------------------

@@ -38,16 +38,18 @@ bench: $(READY) $(CORE).so ## measure job core, daemon and scrapes beside their 
 	$(BIN)/python bench/daemon.py drain
 	$(BIN)/python bench/scrape.py
 
-# A seed repeats the schedule of faults: `make chaos SEED=7 SECONDS=600`.
+# A seed repeats the schedule of faults: `make chaos SEED=7 SECONDS=600`. SERVERS is alone, sentinel
+# or cluster; ONLY names kinds of faults (docs/chaos.md).
 SEED ?=
 JOBS ?= 200000
 SECONDS ?= 180
 SERVERS ?= alone
+ONLY ?=
 soak: $(READY) $(CORE).so ## an hour's work in a minute: 200,000 jobs, three server kills, and every number adds up
 	@$(BIN)/python -m chaos soak --jobs $(JOBS) $(SEED:%=--seed %)
 
-chaos: $(READY) $(CORE).so ## two daemons at work while a random hand breaks server, network and daemons
-	@$(BIN)/python -m chaos storm --seconds $(SECONDS) --servers $(SERVERS) $(SEED:%=--seed %)
+chaos: $(READY) $(CORE).so ## two daemons at work while a random hand breaks servers, networks, clocks and daemons
+	@$(BIN)/python -m chaos storm --seconds $(SECONDS) --servers $(SERVERS) $(SEED:%=--seed %) $(if $(ONLY),--only $(ONLY))
 
 # The runtime is not linked into the server, so it is preloaded, for the servers alone.
 sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run the tests with the job core under AddressSanitizer and UBSan

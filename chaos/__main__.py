@@ -14,23 +14,32 @@ def main() -> int:
     soak.add_argument("--jobs", type=int, default=200_000)
     storm = commands.add_parser("storm", help="two daemons and a random hand that breaks things")
     storm.add_argument("--seconds", type=float, default=180.0)
-    storm.add_argument("--servers", choices=("alone", "sentinel"), default="alone")
+    storm.add_argument("--servers", choices=("alone", "sentinel", "cluster"), default="alone")
+    storm.add_argument(
+        "--only", nargs="*", default=(), metavar="KIND", help="faults of these kinds"
+    )
     for each in (soak, storm):
         each.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
     # An order to end is an end like any other: nothing that was started stays behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    from chaos.plan import kinds_of
     from chaos.soak import Wrong
     from chaos.soak import soak as run_soak
     from chaos.storm import storm as run_storm
 
+    if options.command == "storm" and (odd := set(options.only) - set(kinds_of(options.servers))):
+        kinds = " ".join(kinds_of(options.servers))
+        parser.error(f"--only: {' '.join(sorted(odd))} is none of {kinds}")
     try:
         if options.command == "soak":
             run_soak(options.jobs, options.seed)
         else:
-            run_storm(options.seconds, options.seed, options.servers)
+            run_storm(options.seconds, options.seed, options.servers, options.only)
     except Wrong:
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

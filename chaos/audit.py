@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from chaos.crew import Books
-from chaos.history import PLACES, History
+from chaos.history import PLACES, History, Position
 from chaos.stage import Counted, Snapshot
 from emqtimerd import wire
 
@@ -47,7 +47,7 @@ class Evidence:
     crossings_logged: Counter[bytes] = field(default_factory=Counter)
     """The jobs that the log says crossed a restart."""
     largest_limit: int = 100
-    windows: Sequence[tuple[int, int]] = ()
+    windows: Sequence[tuple[Position, Position]] = ()
     """The last moments of the daemons that were killed, as offsets of the history: what was moved
     in them may have been counted by nobody."""
 

@@ -1,13 +1,12 @@
 """Producers and workers, each a process with books of its own.
 
-They talk to the server through pipelines over one connection each. What a lost reply leaves open
+They talk to each server through pipelines over one connection. What a lost reply leaves open
 is asked again until it is known, and noted as doubtful where it cannot be.
 """
 
 import multiprocessing
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,16 +15,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import hiredis
-
-from chaos.history import HANDED_BACK, lease_of
+from chaos.history import lease_of, mark_key
+from chaos.line import Act, Lines, Ports
 from emqtimerd import wire
 from emqtimerd.jobs import mint_id
-
-PATIENCE_SECONDS = 8.0
-"""How long a reply may take; a server that is stopped for longer leaves doubts behind."""
 
 RETRY_SECONDS = 0.05
 IDLE_SECONDS = 0.02
@@ -88,97 +83,15 @@ class Books:
     """Claims that were sent and not answered: each may have leased a job that nobody knows of."""
 
 
-class Broken(Exception):
-    """The connection broke, or could not be made; `replies` came before."""
-
-    def __init__(self, replies: list[Any], *, sent: bool) -> None:
-        super().__init__()
-        self.replies = replies
-        self.sent = sent
-
-
-class Line:
-    """A connection to the server that is made anew whenever it broke."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._socket: socket.socket | None = None
-
-    def exchange(self, commands: Sequence[bytes], count: int) -> list[Any]:
-        """Send commands and return their replies, errors as values. Raises Broken."""
-        replies: list[Any] = []
-        sent = False
-        try:
-            if self._socket is None:
-                self._socket = socket.create_connection(("127.0.0.1", self._port), 3)
-                self._reader = hiredis.Reader(
-                    replyError=wire.ReplyError, notEnoughData=_NOTHING_YET
-                )
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            self._socket.settimeout(PATIENCE_SECONDS)
-            sent = True
-            self._socket.sendall(b"".join(commands))
-            while len(replies) < count:
-                reply = self._reader.gets()
-                if reply is not _NOTHING_YET:
-                    replies.append(reply)
-                    continue
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                data = self._socket.recv(65_536)
-                if not data:
-                    raise ConnectionResetError
-                self._reader.feed(data)
-        except (OSError, hiredis.HiredisError) as error:
-            self.close()
-            raise Broken(replies, sent=sent) from error
-        return replies
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-_NOTHING_YET = object()
-
-
-@dataclass
-class Act:
-    """Commands that belong together, and who reads their replies (None: outcome unknown)."""
-
-    commands: bytes
-    replies: int
-    read: Callable[[list[Any] | None], None]
-    again: Callable[[], None] = lambda: None
-    """Called when nothing was sent."""
-
-
-def perform(line: Line, acts: Sequence[Act]) -> bool:
-    """Send all acts in one go and have their replies read; tell whether the line held."""
-    broken: Broken | None = None
-    try:
-        replies = line.exchange([act.commands for act in acts], sum(act.replies for act in acts))
-    except Broken as error:
-        replies, broken = error.replies, error
-    position = 0
-    for act in acts:
-        part = replies[position : position + act.replies]
-        position += act.replies
-        if len(part) == act.replies:
-            act.read(part)
-        elif broken and not broken.sent:
-            act.again()
-        else:
-            act.read(None)
-    return broken is None
-
-
 # --- producers ----------------------------------------------------------------------------------
 
 
-New: TypeAlias = tuple[bytes, bytes]
-"""A job's id, and the command that adds it."""
+class New(NamedTuple):
+    """A job, and the command that adds it."""
+
+    queue: str
+    job_id: bytes
+    command: bytes
 
 
 def add(books: Books, waiting: list[New], new: New) -> Act:
@@ -186,53 +99,54 @@ def add(books: Books, waiting: list[New], new: New) -> Act:
 
     def read(replies: list[Any] | None) -> None:
         if replies is None:
-            books.maybe.add(new[0])
+            books.maybe.add(new.job_id)
         elif replies[0] == 1:
-            books.accepted.add(new[0])
+            books.accepted.add(new.job_id)
         elif replies[0] == 0:
-            books.refused.append(f"{new[0].decode()} is a duplicate, and nobody added it")
+            books.refused.append(f"{new.job_id.decode()} is a duplicate, and nobody added it")
         else:
             waiting.append(new)
 
-    return Act(new[1], 1, read, lambda: waiting.append(new))
+    return Act(new.queue, new.command, 1, read, lambda: waiting.append(new))
 
 
-def enqueue(queue: str, job_id: bytes, payload: bytes) -> bytes:
-    """The command that adds a job which is ready."""
+def enqueue(queue: str, job_id: bytes, payload: bytes) -> New:
+    """A job that is ready."""
     row, pending = wire.row_key(queue, job_id), wire.queue_key(queue, "pending")
-    return wire.pack("EMQ.ENQUEUE", 2, row, pending, job_id, payload)
+    return New(queue, job_id, wire.pack("EMQ.ENQUEUE", 2, row, pending, job_id, payload))
 
 
-def schedule(queue: str, job_id: bytes, payload: bytes, how: str, ms: int) -> bytes:
-    """The command that adds a job which is due later."""
+def schedule(queue: str, job_id: bytes, payload: bytes, how: str, ms: int) -> New:
+    """A job that is due later."""
     row, schedule = wire.row_key(queue, job_id), wire.queue_key(queue, "schedule")
-    return wire.pack("EMQ.SCHEDULE", 2, row, schedule, job_id, payload, how, ms)
+    command = wire.pack("EMQ.SCHEDULE", 2, row, schedule, job_id, payload, how, ms)
+    return New(queue, job_id, command)
 
 
-def add_all(port: int, commands: Sequence[New], until: float) -> Books:
-    """Add these jobs (id and command), however often it takes, until an instant at most."""
+def add_all(ports: Ports, jobs: Sequence[New], until: float) -> Books:
+    """Add these jobs, however often it takes, until an instant at most."""
     books = Books()
-    waiting = list(commands)
-    line = Line(port)
+    waiting = list(jobs)
+    lines = Lines(ports)
     while waiting and time.monotonic() < until:
         batch, waiting = waiting[: 10 * BATCH], waiting[10 * BATCH :]
         acts = [add(books, waiting, new) for new in batch]
-        if not perform(line, acts):
+        if not lines.perform(acts):
             time.sleep(RETRY_SECONDS)
-    line.close()
+    lines.close()
     if waiting:
         books.refused.append(f"{len(waiting)} jobs could not be added in time")
     return books
 
 
 def produce(
-    port: int, habits: Habits, seed: int, count: int, stop: Event, finish: Event, out: Connection
+    ports: Ports, habits: Habits, seed: int, count: int, stop: Event, finish: Event, out: Connection
 ) -> None:
     """Add `count` jobs, or jobs until told to stop."""
     del finish
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chance = random.Random(seed)
-    books, line = Books(), Line(port)
+    books, lines = Books(), Lines(ports)
     waiting: list[New] = []
     minted = 0
     began = time.monotonic()
@@ -248,19 +162,19 @@ def produce(
             queue, job_id = chance.choice(habits.queues), mint_id()
             if chance.random() < habits.far:
                 books.far.add(job_id)
-                command = schedule(queue, job_id, b"far", "in", FAR_MS)
+                new = schedule(queue, job_id, b"far", "in", FAR_MS)
             elif chance.random() < habits.scheduled:
                 delay = chance.randrange(habits.longest_delay_ms)
-                command = schedule(queue, job_id, b"later", "in", delay)
+                new = schedule(queue, job_id, b"later", "in", delay)
             else:
-                command = enqueue(queue, job_id, b"now")
-            waiting.append((job_id, command))
+                new = enqueue(queue, job_id, b"now")
+            waiting.append(new)
         batch, waiting = waiting, []
         if not batch:
             time.sleep(IDLE_SECONDS)
-        elif not perform(line, [add(books, waiting, new) for new in batch]) or waiting:
+        elif not lines.perform([add(books, waiting, new) for new in batch]) or waiting:
             time.sleep(RETRY_SECONDS)
-    line.close()
+    lines.close()
     out.send(books)
     out.close()
 
@@ -289,7 +203,7 @@ class _Held:
         key = partial(wire.queue_key, self.queue)
         row, base = wire.row_key(self.queue, self.job_id), wire.base(self.queue)
         proof = (self.job_id, self.token)
-        again = partial(worker.to_end.append, self)
+        read, replies = partial(worker.read_end, self), 1
         match self.way:
             case "failed":
                 keys = (key("active"), key("schedule"), key("dead"), row)
@@ -301,16 +215,16 @@ class _Held:
                 commands = wire.pack("EMQ.DELAY", 3, *keys3, *proof, self.delay_ms)
             case "requeued":
                 requeue = wire.pack("EMQ.REQUEUE", 3, key("active"), key("pending"), row, *proof)
-                mark = wire.pack("SET", HANDED_BACK, self.job_id)
-                whole = wire.MULTI + requeue + mark + wire.EXEC
-                return Act(whole, 4, partial(worker.read_requeue, self), again)
+                mark = wire.pack("SET", mark_key(self.queue), self.job_id)
+                commands = wire.MULTI + requeue + mark + wire.EXEC
+                read, replies = partial(worker.read_requeue, self), 4
             case _:
                 commands = wire.pack("EMQ.COMPLETE", 2, key("active"), row, *proof, base)
         if self.way == "extended":
             lease = worker.habits.lease_ms
-            extend = wire.pack("EMQ.EXTEND", 2, key("active"), row, *proof, lease)
-            return Act(extend + commands, 2, partial(worker.read_end, self), again)
-        return Act(commands, 1, partial(worker.read_end, self), again)
+            commands = wire.pack("EMQ.EXTEND", 2, key("active"), row, *proof, lease) + commands
+            replies = 2
+        return Act(self.queue, commands, replies, read, partial(worker.to_end.append, self))
 
 
 class Worker:
@@ -328,7 +242,7 @@ class Worker:
         key = partial(wire.queue_key, queue)
         keys = (key("pending"), key("active"), wire.base(queue))
         command = wire.pack("EMQ.CLAIM", 3, *keys, self.habits.lease_ms)
-        return Act(command, 1, partial(self._read_claim, queue))
+        return Act(queue, command, 1, partial(self._read_claim, queue))
 
     def _read_claim(self, queue: str, replies: list[Any] | None) -> None:
         if replies is None:
@@ -407,12 +321,12 @@ class Worker:
 
 
 def work(
-    port: int, habits: Habits, seed: int, count: int, stop: Event, finish: Event, out: Connection
+    ports: Ports, habits: Habits, seed: int, count: int, stop: Event, finish: Event, out: Connection
 ) -> None:
     """Work until told to finish; then end what is still held, and no more."""
     del count, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker, line = Worker(habits, seed), Line(port)
+    worker, lines = Worker(habits, seed), Lines(ports)
     while (worker.to_end or not finish.is_set()) and _wanted():
         now = time.monotonic()
         batch = [held for held in worker.to_end if held.not_before <= now]
@@ -421,11 +335,11 @@ def work(
         before = worker.claimed
         if not finish.is_set():
             acts += [worker.claim(queue) for queue in habits.queues for _ in range(CLAIMS)]
-        if not perform(line, acts):
+        if not lines.perform(acts):
             time.sleep(RETRY_SECONDS)
         elif worker.claimed == before:
             time.sleep(IDLE_SECONDS)
-    line.close()
+    lines.close()
     out.send(worker.books)
     out.close()
 
@@ -438,14 +352,21 @@ def _wanted() -> bool:
 
 # --- all of them --------------------------------------------------------------------------------
 
-Job: TypeAlias = Callable[[int, Habits, int, int, Event, Event, Connection], None]
+Job: TypeAlias = Callable[[Ports, Habits, int, int, Event, Event, Connection], None]
 
 
 class Crew:
     """Producers and workers in processes of their own; a context manager."""
 
     def __init__(
-        self, port: int, habits: Habits, seed: int, *, producers: int, workers: int, jobs: int = 0
+        self,
+        ports: Ports,
+        habits: Habits,
+        seed: int,
+        *,
+        producers: int,
+        workers: int,
+        jobs: int = 0,
     ) -> None:
         # Threads are about (proxies, monitors), and a forked child would inherit their locks.
         self._context = multiprocessing.get_context("spawn")
@@ -457,15 +378,15 @@ class Crew:
         for number in range(producers):
             # The first ones take the odd jobs; without a number of jobs, as many as come.
             share = jobs // producers + (number < jobs % producers) if jobs else 1 << 62
-            self._hire(produce, port, habits, chance.getrandbits(32), share)
+            self._hire(produce, ports, habits, chance.getrandbits(32), share)
         for _ in range(workers):
-            self._hire(work, port, habits, chance.getrandbits(32), 0)
+            self._hire(work, ports, habits, chance.getrandbits(32), 0)
 
-    def _hire(self, job: Job, port: int, habits: Habits, seed: int, count: int) -> None:
+    def _hire(self, job: Job, ports: Ports, habits: Habits, seed: int, count: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=job,
-            args=(port, habits, seed, count, self.stop_producing, self.finish, theirs),
+            args=(ports, habits, seed, count, self.stop_producing, self.finish, theirs),
             daemon=True,
         )
         process.start()

@@ -14,10 +14,11 @@ READ_BYTES = 65_536
 
 
 class Proxy:
-    """Passes bytes between a port of its own and the server's; a context manager."""
+    """Passes bytes between a port of its own at `host` and the server's; a context manager."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, host: str = "127.0.0.1") -> None:
         self._target = target
+        self._host = host
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._flowing = threading.Event()
@@ -37,9 +38,10 @@ class Proxy:
         self.refuse()
 
     def lead_to(self, target: int) -> None:
-        """Lead to another server from now on."""
-        self._target = target
-        self.cut()
+        """Lead to this server from now on; what leads to another one is cut."""
+        before, self._target = self._target, target
+        if before != target:
+            self.cut()
 
     # --- what can go wrong ----------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class Proxy:
         """Reset the connection on which the server's next so many bytes have been passed on."""
         self._replies_left = replies
 
-    def clear(self) -> None:
+    def mend(self) -> None:
         """Be a good network again."""
         if self._swallowing:
             # What was swallowed is missing on these connections.
@@ -94,7 +96,7 @@ class Proxy:
         for _ in range(100):
             port = self.port or random.choice(PORTS)
             with suppress(OSError):
-                self._listener = socket.create_server(("127.0.0.1", port))
+                self._listener = socket.create_server((self._host, port))
                 self.port = port
                 break
         else:

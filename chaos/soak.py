@@ -14,11 +14,11 @@ import redis
 from chaos import history as histories
 from chaos.audit import Evidence, Finding, audit, total_of
 from chaos.crew import Crew, Habits
+from chaos.plan import QUEUES
 from chaos.servers import client_of, open_node
 from chaos.stage import Daemon, open_jobs, settled, snapshot
 from emqtimerd import wire
 
-QUEUES = ("orders", "emails", "images")
 PRODUCERS, WORKERS = 1, 3
 LIMIT = 100
 KILLS_AT = (0.15, 0.35, 0.6)
@@ -97,8 +97,9 @@ def soak(jobs: int, seed: int) -> None:
         daemon = Daemon("daemon", config, place / "daemon")
         stack.callback(daemon.process.kill)
         client = client_of(node)
+        ports = dict.fromkeys(QUEUES, node.port)
         crew = stack.enter_context(
-            Crew(node.port, Habits(QUEUES), seed, producers=PRODUCERS, workers=WORKERS, jobs=jobs)
+            Crew(ports, Habits(QUEUES), seed, producers=PRODUCERS, workers=WORKERS, jobs=jobs)
         )
         tell(f"soak: {jobs} jobs, seed {seed}; node {url}, daemon {daemon.page}")
         kills = [share * jobs for share in KILLS_AT]
@@ -111,7 +112,7 @@ def soak(jobs: int, seed: int) -> None:
                 time.sleep(chance.uniform(0.1, DOWN_SECONDS))
                 node.start()
                 tell(f"{time.monotonic() - began:6.1f} s  server killed at {done} completed")
-            still = open_jobs(client, QUEUES)
+            still = open_jobs(lambda _: client, QUEUES)
             if done != moved:
                 moved_at, moved = time.monotonic(), done
             idle = time.monotonic() - moved_at
@@ -121,7 +122,7 @@ def soak(jobs: int, seed: int) -> None:
         books = crew.end(30)
         seconds = time.monotonic() - began
         missing = len(crew) - len(books)
-        seen = snapshot(client, QUEUES)
+        seen = snapshot(lambda _: client, QUEUES)
         counted = settled([daemon])
         restarts = _restarts(daemon)
         code = daemon.end()

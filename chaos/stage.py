@@ -2,12 +2,15 @@
 
 import http.client
 import json
+import os
 import signal
+import struct
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import redis
 
 from chaos.crew import FAR_MS
-from chaos.history import PLACES
+from chaos.history import PLACES, Position
 from emqtimerd import wire
 from emqtimerd.demo import DaemonProcess
 
@@ -42,10 +45,11 @@ class Snapshot:
         return sum(len(ids) for (_, place), ids in self.sets.items() if place in places)
 
 
-def snapshot(client: Any, queues: Sequence[str]) -> Snapshot:
-    """Read what the server holds now."""
+def snapshot(client_of: Callable[[str], Any], queues: Sequence[str]) -> Snapshot:
+    """Read what the servers hold now, each queue from the one that has it."""
     seen = Snapshot()
     for queue in queues:
+        client = client_of(queue)
         for place in PLACES:
             found = client.zrange(wire.queue_key(queue, place), 0, -1, withscores=True)
             seen.sets[queue, place] = {job_id: b"%d" % score for job_id, score in found}
@@ -61,25 +65,67 @@ def snapshot(client: Any, queues: Sequence[str]) -> Snapshot:
     return seen
 
 
-def open_jobs(client: Any, queues: Sequence[str]) -> int:
-    """How many jobs have not come to their end; -1 while the server does not say."""
+def open_jobs(client_of: Callable[[str], Any], queues: Sequence[str]) -> int:
+    """How many jobs have not come to their end; -1 while a server does not say."""
+    count = 0
     with suppress(redis.RedisError):
-        now_ms = client.time()[0] * 1_000
-        pipeline = client.pipeline(transaction=False)
         for queue in queues:
+            client = client_of(queue)
+            now_ms = client.time()[0] * 1_000
+            pipeline = client.pipeline(transaction=False)
             pipeline.zcard(wire.queue_key(queue, "pending"))
             pipeline.zcard(wire.queue_key(queue, "active"))
             pipeline.zcount(wire.queue_key(queue, "schedule"), "-inf", now_ms + SOON_MS)
-        return sum(pipeline.execute())
+            count += sum(pipeline.execute())
+        return count
     return -1
 
 
-class Daemon(DaemonProcess):
-    """One daemon, which may be stopped, killed and started again; its counters add up."""
+class Clock:
+    """The wall clock of one daemon, which can be set; no other clock of it, and of nobody else."""
 
-    def __init__(self, name: str, config: str, directory: Path) -> None:
+    SOURCE = Path(__file__).with_name("wallclock.c")
+
+    def __init__(self, place: Path) -> None:
+        """Raises OSError or CalledProcessError where there is no C compiler."""
+        self._file = place / "clock"
+        self._library = place / "wallclock.so"
+        command = ["cc", "-shared", "-fPIC", "-o", str(self._library), str(self.SOURCE)]
+        subprocess.run(command, check=True, capture_output=True)
+        self.ahead = 0
+        self.set(0)
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """What a process needs to go by this clock."""
+        return {"LD_PRELOAD": str(self._library), "CHAOS_CLOCK": str(self._file)}
+
+    def set(self, seconds: int) -> None:
+        """Set it so many seconds ahead of the machine's clock, or back with less than none."""
+        # In place: the process has the file in its memory.
+        with self._file.open("r+b" if self._file.exists() else "wb") as stream:
+            stream.write(struct.pack("q", seconds))
+        self.ahead = seconds
+
+
+class Daemon(DaemonProcess):
+    """One daemon, which may be stopped, killed and started again; its counters add up.
+
+    `network` is where it runs, and can be talked to; `clock` what it takes the time from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: str,
+        directory: Path,
+        network: AbstractContextManager[object] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.name = name
         self.directory = directory
+        self._network = network or nullcontext()
+        self._environ = {**os.environ, **(clock.environ if clock else {})}
         self.counted: Counted = Counter()
         """What its earlier processes had counted when they were last asked."""
         self.log: list[dict[str, object]] = []
@@ -90,11 +136,17 @@ class Daemon(DaemonProcess):
         self.noise: list[str] = []
         """What it wrote that is no log line."""
         self._lock = threading.Lock()
-        directory.mkdir(parents=True)
-        super().__init__(config, directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._start(config)
+
+    def _start(self, config: str) -> None:
+        with self._network:
+            super().__init__(config, self.directory, self._environ)
 
     def _read(self) -> None:
         for line in self.process.stderr or ():
+            with (self.directory / "log").open("a") as kept:
+                kept.write(line)
             try:
                 record = json.loads(line)
             except ValueError:
@@ -110,7 +162,10 @@ class Daemon(DaemonProcess):
     def get(self, path: str, timeout: float = 5.0) -> tuple[int, str]:
         """Status and text of one answer. Raises OSError or HTTPException."""
         address = self.page.removeprefix("http://").rstrip("/")
-        with closing(http.client.HTTPConnection(address, timeout=timeout)) as connection:
+        with (
+            self._network,
+            closing(http.client.HTTPConnection(address, timeout=timeout)) as (connection),
+        ):
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, response.read().decode()
@@ -120,6 +175,11 @@ class Daemon(DaemonProcess):
         with suppress(OSError, http.client.HTTPException):
             return self.get("/readyz")[0] == 200
         return False
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """Scrape it."""
+        with self._network:
+            return super().metrics()
 
     def totals(self) -> Counted:
         """What all its processes have counted so far, of which the last is asked now."""
@@ -150,7 +210,7 @@ class Daemon(DaemonProcess):
 
     def restart(self, config: str) -> None:
         """Start it again after a kill."""
-        DaemonProcess.__init__(self, config, self.directory)
+        self._start(config)
         with self._lock:
             self.disturbed += 1
             self.up = True
@@ -202,13 +262,13 @@ class Watch:
 
     INTERVAL_SECONDS = 0.2
 
-    def __init__(self, position: Callable[[], int], daemons: Iterable[Daemon]) -> None:
+    def __init__(self, position: Callable[[], Position], daemons: Iterable[Daemon]) -> None:
         self._daemons = tuple(daemons)
         self._position = position
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch")
         self._began = time.monotonic()
-        self._positions: list[tuple[float, int]] = []
+        self._positions: list[tuple[float, Position]] = []
         self._ready_by: Mapping[str, float] | None = None
         self.asked = 0
         self.not_ready = 0
@@ -234,10 +294,11 @@ class Watch:
         now = time.monotonic()
         self._ready_by = patience and {name: now + seconds for name, seconds in patience.items()}
 
-    def position_before(self, seconds: float) -> int:
+    def position_before(self, seconds: float) -> Position:
         """How long the history was so long ago, or somewhat earlier."""
         when = time.monotonic() - seconds
-        return max((position for at, position in self._positions if at <= when), default=0)
+        earlier = [position for at, position in self._positions if at <= when]
+        return earlier[-1] if earlier else tuple(0 for _ in self._position())
 
     def _run(self) -> None:
         while not self._ended.wait(self.INTERVAL_SECONDS):

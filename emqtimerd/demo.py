@@ -219,11 +219,13 @@ class Cast:
 class DaemonProcess:
     """`emqtimerd run` as a process; its log lines and its metrics."""
 
-    def __init__(self, config: str, directory: Path) -> None:
+    def __init__(
+        self, config: str, directory: Path, environ: Mapping[str, str] | None = None
+    ) -> None:
         file = directory / "emqtimerd.toml"
         file.write_text(config)
         command = [sys.executable, "-m", "emqtimerd", "run", "--config", str(file)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
         self.lines: list[dict[str, object]] = []
         self._address = ""
         self._started = threading.Event()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from emqtimerd import wire
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # chaos is a package beside the product, and not a part of it
 
+from chaos import network  # noqa: E402
 from chaos.audit import Evidence, audit  # noqa: E402 - found by the line above
 from chaos.crew import Books  # noqa: E402
-from chaos.history import HANDED_BACK, History  # noqa: E402
-from chaos.stage import Snapshot  # noqa: E402
-from chaos.storm import plan  # noqa: E402
+from chaos.history import History, Part, mark_key, read  # noqa: E402
+from chaos.plan import GROUPS, Step, kinds_of, plan  # noqa: E402
+from chaos.stage import Clock, Snapshot  # noqa: E402
 
 
 def run(*arguments: str) -> str:
@@ -52,14 +59,134 @@ def test_a_few_seconds_of_chaos_add_up() -> None:
     assert "NOT" not in told
 
 
-def test_a_seed_repeats_the_schedule() -> None:
-    """The same seed, the same faults at the same pace; another one, others."""
-    one, same, other = (list(islice(plan(seed, 1), 50)) for seed in (1, 1, 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["slots", "pair"])
+def test_a_cluster_adds_up(group: str) -> None:
+    """Slots that move under load, key by key and at once, and replicas that take over."""
+    told = run("storm", "--servers", "cluster", "--seconds", "3", "--seed", "3", *only(group))
+    assert f"{GROUPS[group][0]} 1, {GROUPS[group][1]} 1" in told
+    assert "NOT" not in told
+
+
+@pytest.mark.slow
+def test_daemons_without_a_network_and_with_another_time_add_up() -> None:
+    """Wires that are cut, clocks that are set, a machine that sleeps."""
+    groups = only("wire", "clock", "daemon")
+    told = run("storm", "--seconds", "15", "--seed", "3", *groups)
+    for kind in groups[1:]:
+        if not kind.startswith("wire") or not network.missing():
+            assert f"{kind} " in told
+    assert "NOT" not in told
+
+
+def only(*groups: str) -> list[str]:
+    """The arguments for faults of these groups."""
+    return ["--only", *(kind for group in groups for kind in GROUPS[group])]
+
+
+@pytest.mark.slow
+def test_an_interrupted_storm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Ctrl-C ends servers, daemons and networks, and is no discrepancy."""
+    storm = subprocess.Popen(
+        [sys.executable, "-m", "chaos", "storm", "--servers", "sentinel", "--seed", "1"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert storm.stdout is not None
+    while " s  " not in storm.stdout.readline():
+        pass  # not before something is broken
+    storm.send_signal(signal.SIGINT)
+    told, errors = storm.communicate(timeout=30)
+    assert (storm.returncode, errors) == (130, "")
+    assert "again: make chaos SEED=1 SECONDS=180 SERVERS=sentinel" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", ["alone", "sentinel", "cluster"])
+def test_a_seed_repeats_the_schedule(servers: str) -> None:
+    """The same seed, the same faults at the same pace, each kind in its turn; another one,
+    others."""
+    one, same, other = (list(islice(plan(seed, 1, servers), 60)) for seed in (1, 1, 2))
     assert one == same
     assert one != other
+    kinds = kinds_of(servers)
+    assert {step.kind for step in one[: len(kinds)]} == set(kinds)
     assert sum(step.kind == "backlog" for step in one) == 1
-    assert not any("failover" in str(step) for step in one)
-    assert any("failover" in str(step) for step in islice(plan(1, 1, "sentinel"), 50))
+    assert {beside.kind for step in one if (beside := step.beside)} <= set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("servers", "impossible"),
+    [
+        ("alone", {"failover", "switch", "slot-by-key", "slot-at-once"}),
+        ("sentinel", {"server-kill", "server-stop", "slot-by-key", "slot-at-once"}),
+        ("cluster", set()),
+    ],
+)
+def test_what_cannot_happen_is_not_planned(servers: str, impossible: set[str]) -> None:
+    """Slots move in a cluster, servers are replaced where there are others."""
+    every = {kind for kinds in GROUPS.values() for kind in kinds}
+    assert set(kinds_of(servers)) == every - impossible
+
+
+def test_some_kinds_alone() -> None:
+    """To look closer at one fault, nothing else happens beside it."""
+    steps: list[Step] = list(islice(plan(1, 1, "alone", ["wire-cut", "lane"]), 40))
+    assert {step.kind for step in steps} == {"wire-cut", "lane"}
+    assert not any(step.beside for step in steps)
+
+
+# --- networks and clocks ------------------------------------------------------------------------
+
+
+def test_networks_can_be_cut_and_mended() -> None:
+    """It carries, carries nothing when it is cut or unplugged, and carries again; the machine's own
+    interfaces are what they were."""
+    before = sorted(Path("/sys/class/net").iterdir())
+    if why := network.missing():
+        pytest.skip(why)
+    assert sorted(Path("/sys/class/net").iterdir()) == before
+
+
+def test_a_clock_is_set_and_no_other(tmp_path: Path) -> None:
+    """The wall clock of one process goes ahead and back; it sleeps as long as before."""
+    clock = Clock(tmp_path)
+    program = (
+        "import datetime, json, sys, time\n"
+        "for line in sys.stdin:\n"
+        "    began = time.monotonic()\n"
+        "    time.sleep(0.01)\n"
+        "    now = datetime.datetime.now(datetime.UTC).timestamp()\n"
+        "    print(json.dumps([time.time(), now, time.monotonic() - began]), flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, **clock.environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    with process:
+        for ahead in (0, 3_600, -86_400, 0):
+            clock.set(ahead)
+            print(file=process.stdin, flush=True)
+            wall, today, slept = json.loads(process.stdout.readline())
+            assert wall == pytest.approx(time.time() + ahead, abs=5)
+            assert today == pytest.approx(wall, abs=5)
+            assert 0.01 <= slept < 5
+        process.stdin.close()
+
+
+# --- the history --------------------------------------------------------------------------------
 
 
 def command(text: str) -> list[bytes]:
@@ -245,8 +372,88 @@ def test_a_requeue_is_told_from_a_recovery() -> None:
             command("ZREM emq:{q}:active JOB1"),
             command("ZADD emq:{q}:pending 0 JOB1"),
             command(f"HSET {ROW} state pending"),
-            [b"SET", HANDED_BACK, b"JOB1"],
+            [b"SET", mark_key("q"), b"JOB1"],
         ]
     )
     assert history.leases == {b"JOB1/1": "requeued"}
     assert history.total("restart") == 0
+
+
+def written(*groups: Sequence[str]) -> bytes:
+    """What a server appends to its file: transactions, or commands that stand alone."""
+
+    def one(text: str) -> bytes:
+        words = text.encode().split()
+        return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+
+    return b"".join(
+        one(group[0]) if len(group) == 1 else b"".join(map(one, ("MULTI", *group, "EXEC")))
+        for group in groups
+    )
+
+
+BORN = (f"HSET {ROW} state scheduled payload p attempts 0", "ZADD emq:{q}:schedule 5 JOB1")
+PROMOTED = (
+    "ZREM emq:{q}:schedule JOB1",
+    "ZADD emq:{q}:pending 0 JOB1",
+    f"HSET {ROW} state pending",
+)
+CLAIMED = (
+    "ZREM emq:{q}:pending JOB1",
+    "ZADD emq:{q}:active 9 JOB1",
+    f"HSET {ROW} state active attempts 1 lease_epoch e",
+)
+COMPLETED = (
+    "ZREM emq:{q}:active JOB1",
+    f"DEL {ROW}",
+    "HSET emq:{q}:metrics:completed count 1",
+)
+SLOT = wire.slot("q")
+
+
+@pytest.mark.parametrize(
+    ("leaving", "arriving"),
+    [
+        (
+            ((f"DEL {ROW} emq:{{q}}:pending",),),
+            (("RESTORE-ASKING emq:{q}:pending 0 x",), (f"RESTORE-ASKING {ROW} 0 x",)),
+        ),
+        (
+            ((f"UNLINK {ROW}",), ("UNLINK emq:{q}:pending",)),
+            (
+                (f"CLUSTER SYNCSLOTS ESTABLISH SOURCE s NAME n SLOTSRANGE {SLOT} {SLOT}",),
+                # As it was when the copy began, and what was done to it since.
+                (f"HMSET {ROW} state scheduled payload p attempts 0",),
+                ("ZADD emq:{q}:schedule 5 JOB1",),
+                PROMOTED,
+                ("CLUSTER SYNCSLOTS FINISH STATE SUCCESS NAME n MESSAGE m",),
+            ),
+        ),
+    ],
+    ids=["key by key", "at once"],
+)
+def test_a_slot_that_moves_is_no_move_of_its_jobs(
+    tmp_path: Path, leaving: Sequence[Sequence[str]], arriving: Sequence[Sequence[str]]
+) -> None:
+    """What two servers wrote is one history: nothing ends where a slot leaves, nothing begins where
+    it arrives; a file may be cut in the middle of a command, and marks count what both did."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    before = written(BORN, PROMOTED)
+    source.write_bytes(before + written(*leaving))
+    target.write_bytes(written(*arriving, CLAIMED, COMPLETED))
+    in_a_command = len(before) - 7
+    history = read(
+        [
+            Part(source, 0, in_a_command, 0),
+            Part(target, 0, 0, 1),
+            Part(source, in_a_command, None, 0),
+            Part(target, 0, None, 1),
+        ],
+        [(0, 0), (len(before), target.stat().st_size)],
+    )
+    assert history.odd == []
+    assert history.moves["q"] == Counter(born=1, promoted=1, claimed=1, completed=1)
+    assert history.leases == {b"JOB1/1": "completed"}
+    marks = (0, 0), (len(before), target.stat().st_size)
+    assert history.between(*marks, "q", "promoted", "completed") == 2
+    assert history.rows == {}

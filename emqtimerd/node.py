@@ -141,6 +141,8 @@ class Link:
         """Which server process is at the other end; set by the fence."""
         self.generation = 0
         """How often its node had dropped what it held when this link was made."""
+        self.answered_at = float("-inf")
+        """When an exchange was last answered in full, by the monotonic clock."""
         self.lost: Lost | None = None
         """What broke it, if a reply did not come."""
 
@@ -176,6 +178,7 @@ class Link:
         if self._reader.has_data():
             # Whose they are, nobody can say; a count among them may be that of another queue.
             raise self._lose("shape", "there were more replies than commands", [])
+        self.answered_at = time.monotonic()
         return replies
 
     def _lose(self, code: str, message: str, replies: list[wire.Reply]) -> Lost:
@@ -286,6 +289,7 @@ class Node:
         self._closed = False
         self._failures = 0
         self._failing_since: float | None = None
+        self._failed_at = float("-inf")
         self._retry_at = 0.0
         self._last_fault: NodeFault | None = None
         self._returns: list[_Return] = []
@@ -313,6 +317,9 @@ class Node:
     def _give_back(self, link: Link) -> None:
         current = link.generation == self._generation and not self._closed
         if link.is_usable() and current:
+            if self._last_fault and link.answered_at > self._failed_at:
+                # A further link could not be made for a while, but this one held.
+                self._works()
             self._idle.append(link)
             return
         link.close()
@@ -327,9 +334,13 @@ class Node:
         return self.identity.run_id if self.identity else self._predecessor
 
     def fault(self) -> BackingOff | None:
-        """Say what is wrong with the node as far as is known, without trying it."""
+        """Say what is wrong with the node as far as is known, without trying it.
+
+        A link that is idle is to be tried: nobody dials while there is one, so a dial that failed
+        would be the last word.
+        """
         fault = self._last_fault or self._lost
-        return BackingOff(fault) if fault else None
+        return BackingOff(fault) if fault and not self._idle else None
 
     def grace_ends(self, grace_seconds: float) -> float:
         """Say until when leases are to be left alone, by the monotonic clock (seconds).
@@ -376,23 +387,27 @@ class Node:
                 link, identity = self._open()
             except NodeFault as fault:
                 self._failures += 1
-                self._failing_since = self._failing_since or time.monotonic()
+                self._failed_at = time.monotonic()
+                self._failing_since = self._failing_since or self._failed_at
                 # The cap is reached long before the exponent is: a node may be dead for days.
                 doubled = BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures - 1, 32)
                 pause = min(doubled, BACKOFF_CAP_SECONDS)
                 # Full jitter in the upper half: replicas that lost one node do not come back
                 # in step, and none comes back at once.
-                self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1)
+                self._retry_at = self._failed_at + pause * random.uniform(0.5, 1)
                 self._last_fault = fault
                 raise
             self._note_return(identity)
             self.identity = identity
             link.generation = generation
-            self._failures = 0
-            self._failing_since = None
-            self._last_fault = self._lost = None
+            self._works()
             self.peek_allowed = True
             return link
+
+    def _works(self) -> None:
+        self._failures = 0
+        self._failing_since = None
+        self._last_fault = self._lost = None
 
     def _note_return(self, identity: Identity) -> None:
         now = time.monotonic()

@@ -533,6 +533,24 @@ def test_a_link_is_used_again(stub: Stub, open_to: Callable[..., Node]) -> None:
     assert stub.connections == 1
 
 
+def test_a_server_that_answers_is_well_though_another_connection_failed(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """In a short outage, one round's connection holds while another round cannot make a second
+    one. Who looks for a fault before working must not find that one for ever."""
+    node = open_to(stub.url)
+    with node.link() as link:
+        stub.stop_listening()
+        with pytest.raises(Unreachable), node.link():
+            pass
+        assert node.fault()
+        ask(link, PING)
+    assert node.fault() is None
+    with node.link():
+        # This one is lent now, and none can be made; still it was the latest to know.
+        assert node.fault() is None
+
+
 def test_error_replies_are_values_in_their_place(stub: Stub, open_to: Callable[..., Node]) -> None:
     """An error in a pipeline is the reply of its command alone, inside an array too."""
     stub.on("PING", error("OOM no"), array(error("ERR x"), integer(1)), simple("fine"))

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
-from emqtimerd.jobs import DuplicateJob, Job, Jobs, JobsError, OutcomeUnknown, Refused, mint_id
+from emqtimerd.jobs import Job, Jobs, JobsError, OutcomeUnknown, Refused, mint_id
 
 ORDERS, EMAILS = "orders", "emails"
 QUEUES = (ORDERS, EMAILS)
@@ -89,12 +89,23 @@ class Facts:
     """
 
     accepted: set[bytes] = field(default_factory=set)
+    doubtful: dict[bytes, bool] = field(default_factory=dict)
+    """Jobs of which nobody knows yet whether they were added, and whether to a schedule."""
     scheduled: int = 0
     """How many times a job was put into a schedule, at first or for another try."""
     claimed: set[tuple[bytes, bytes]] = field(default_factory=set)
     settled: set[tuple[bytes, bytes]] = field(default_factory=set)
     held_over: set[tuple[bytes, bytes]] = field(default_factory=set)
     """Leases of the server process that was killed."""
+
+    def end_doubts(self, has_row: Callable[[bytes], bool]) -> None:
+        """Count the doubtful jobs that were added: a worker has seen them, or they are there."""
+        seen = {job_id for job_id, _ in self.claimed}
+        for job_id, scheduled in self.doubtful.items():
+            if job_id in seen or has_row(job_id):
+                self.accepted.add(job_id)
+                self.scheduled += scheduled
+        self.doubtful.clear()
 
     @property
     def crossed(self) -> int:
@@ -167,11 +178,30 @@ class Cast:
                 jobs = emails if chance.random() < EMAILS_SHARE else orders
                 job_id, delay_ms = mint_id(), chance.randrange(LONGEST_DELAY_MS)
                 if chance.random() < AT_ONCE_SHARE:
-                    if self._insist(partial(jobs.enqueue, b"now", job_id)):
-                        self._accept(job_id)
-                elif self._insist(partial(jobs.schedule, b"later", in_ms=delay_ms, job_id=job_id)):
-                    self._accept(job_id, scheduled=True)
+                    self._add(job_id, partial(jobs.enqueue, b"now", job_id))
+                else:
+                    later = partial(jobs.schedule, b"later", in_ms=delay_ms, job_id=job_id)
+                    self._add(job_id, later, scheduled=True)
                 time.sleep(chance.expovariate(JOBS_PER_SECOND))
+
+    def _add(self, job_id: bytes, add: Callable[[], object], *, scheduled: bool = False) -> None:
+        """Add a job, as soon as the server is there.
+
+        A lost reply is no reason to add it again: it may have been completed meanwhile, and would
+        then run, and count, twice.
+        """
+        while self.working.is_set():
+            try:
+                add()
+            except OutcomeUnknown:
+                with self.lock:
+                    self.facts.doubtful[job_id] = scheduled
+            except JobsError:
+                time.sleep(RETRY_SECONDS)
+                continue
+            else:
+                self._accept(job_id, scheduled=scheduled)
+            return
 
     def _work(self, number: int) -> None:
         chance = random.Random(number)
@@ -206,7 +236,7 @@ class Cast:
                 return call() or True
             except OutcomeUnknown:
                 unknown = True
-            except (Refused, DuplicateJob):
+            except Refused:
                 return unknown
             except JobsError:
                 time.sleep(RETRY_SECONDS)
@@ -461,6 +491,9 @@ class Story:
         completed = sum(int(self._client.hget(key, "count") or 0) for key in keys)
         left, dead = size("pending") + size("active") + size("schedule"), size("dead")
         facts = self._cast.facts
+        facts.end_doubts(
+            lambda job_id: any(self._client.exists(wire.row_key(q, job_id)) for q in QUEUES)
+        )
         jobs = len(facts.accepted)
         yield (
             f"{jobs} jobs in = {completed} completed + {dead} dead + {left} left",

@@ -2,16 +2,15 @@
 
 A complete worker::
 
-    from emqtimerd.jobs import Jobs, Refused
+    from emqtimerd.jobs import Jobs, JobsError, Refused
 
     def work(url, queue, handle, stop):
         with Jobs(url, queue) as jobs:
             while not stop.is_set():
-                job = jobs.claim(lease_ms=30_000)
-                if job is None:
-                    stop.wait(0.2)
-                    continue
                 try:
+                    if (job := jobs.claim(lease_ms=30_000)) is None:
+                        stop.wait(0.2)
+                        continue
                     try:
                         handle(job.payload)
                     except Exception as error:
@@ -20,6 +19,9 @@ A complete worker::
                         jobs.complete(job)
                 except Refused:
                     pass  # the lease ran out and the job has moved on: it is no longer ours
+                except JobsError as error:
+                    print(error)  # the node is away, or restarts: a job that was held is recovered
+                    stop.wait(1)
 
 and its producer::
 
@@ -50,7 +52,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import redis
 from redis import exceptions
@@ -71,6 +73,8 @@ from emqtimerd.wire import (
     queue_name_problem,
     row_key,
 )
+
+Value = TypeVar("Value")
 
 __all__ = [
     "DuplicateJob",
@@ -255,6 +259,7 @@ class Jobs:
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
+        _expect("queue", queue, str)
         problem = queue_name_problem(queue)
         if problem is not None:
             raise ValueError(f"the queue name {queue!r} {problem}")
@@ -267,6 +272,7 @@ class Jobs:
         if isinstance(node, str):
             given: dict[str, Any] = parse_url(_redis_scheme(node))  # type: ignore[no-untyped-call]
         else:
+            _expect("node", node, redis.Redis, or_else="a URL or a redis.Redis of one server")
             pool = node.connection_pool
             given = {**pool.connection_kwargs, "connection_class": pool.connection_class}
         settings: dict[str, Any] = {
@@ -286,8 +292,9 @@ class Jobs:
 
     def enqueue(self, payload: bytes, job_id: bytes | None = None) -> bytes:
         """Add a job that is ready now, and return its id."""
+        _expect("payload", payload, bytes)
         job_id = mint_id() if job_id is None else job_id
-        row = row_key(self.queue, job_id)
+        row = self._row(job_id)
         if self._integer("EMQ.ENQUEUE", 2, row, self._pending, job_id, payload) == 0:
             raise DuplicateJob(
                 f"queue {self.queue!r} already has a job {printable(job_id)}; nothing was written"
@@ -305,8 +312,9 @@ class Jobs:
         """Add a job that is due `at_ms` (server clock, milliseconds since 1970) or `in_ms` from
         now, and return its id.
         """
+        _expect("payload", payload, bytes)
         job_id = mint_id() if job_id is None else job_id
-        row = row_key(self.queue, job_id)
+        row = self._row(job_id)
         when = _when(at_ms, in_ms)
         if self._integer("EMQ.SCHEDULE", 2, row, self._schedule, job_id, payload, *when) == 0:
             raise DuplicateJob(
@@ -318,7 +326,7 @@ class Jobs:
         self, job_id: bytes, *, at_ms: int | None = None, in_ms: int | None = None
     ) -> None:
         """Give a scheduled job another due time."""
-        row = row_key(self.queue, job_id)
+        row = self._row(job_id)
         reply = self._integer(
             "EMQ.RESCHEDULE", 2, row, self._schedule, job_id, *_when(at_ms, in_ms)
         )
@@ -326,7 +334,7 @@ class Jobs:
 
     def reprocess(self, job_id: bytes) -> None:
         """Put a dead job back to pending; its counters stay, its last error goes."""
-        row = row_key(self.queue, job_id)
+        row = self._row(job_id)
         self._not_gone(
             self._integer("EMQ.REPROCESS", 3, row, self._dead, self._pending, job_id), -1, job_id
         )
@@ -337,6 +345,7 @@ class Jobs:
         """Lease the first pending job for `lease_ms`; None when there is none to be had or the
         queue is paused.
         """
+        _expect("lease_ms", lease_ms, int)
         reply = self._send("EMQ.CLAIM", 3, self._pending, self._active, self._base, lease_ms)
         match reply:
             case []:
@@ -350,7 +359,8 @@ class Jobs:
 
     def extend(self, job: Job, lease_ms: int) -> None:
         """Make the lease of a claimed job end `lease_ms` from now."""
-        row = row_key(self.queue, job.id)
+        row = self._row_of(job)
+        _expect("lease_ms", lease_ms, int)
         self._not_gone(
             self._integer("EMQ.EXTEND", 2, self._active, row, job.id, job.token, lease_ms),
             -1,
@@ -361,7 +371,8 @@ class Jobs:
         """Extend many leases in one command, and return the ids of the jobs that could not be
         extended.
         """
-        pairs = [part for job in jobs for part in (job.id, job.token)]
+        _expect("lease_ms", lease_ms, int)
+        pairs = [part for job in jobs for part in (_expect("jobs", job, Job).id, job.token)]
         if not pairs:
             return []
         reply = self._send("EMQ.EXTENDS", 2, self._active, self._base, lease_ms, *pairs)
@@ -371,7 +382,7 @@ class Jobs:
 
     def complete(self, job: Job) -> None:
         """Settle a job as done: its row is deleted."""
-        row = row_key(self.queue, job.id)
+        row = self._row_of(job)
         self._not_gone(
             self._integer("EMQ.COMPLETE", 2, self._active, row, job.id, job.token, self._base),
             0,
@@ -386,7 +397,10 @@ class Jobs:
         """
         # An error text that cannot be encoded must not keep the job from being settled.
         text = error.encode("utf-8", "backslashreplace") if isinstance(error, str) else error
-        row = row_key(self.queue, job.id)
+        _expect("error", text, bytes, or_else="str or bytes")
+        _expect("delay_ms", delay_ms, int)
+        _expect("max_attempts", max_attempts, int)
+        row = self._row_of(job)
         keys = (self._active, self._schedule, self._dead, row)
         reply = self._send(
             "EMQ.FAIL",
@@ -409,7 +423,8 @@ class Jobs:
 
     def delay(self, job: Job, delay_ms: int) -> None:
         """Hand a claimed job back to be run after `delay_ms`; no counter changes."""
-        row = row_key(self.queue, job.id)
+        _expect("delay_ms", delay_ms, int)
+        row = self._row_of(job)
         reply = self._integer(
             "EMQ.DELAY", 3, self._active, self._schedule, row, job.id, job.token, delay_ms
         )
@@ -417,7 +432,7 @@ class Jobs:
 
     def requeue(self, job: Job) -> None:
         """Hand a claimed job back to pending; no counter changes."""
-        row = row_key(self.queue, job.id)
+        row = self._row_of(job)
         self._not_gone(
             self._integer("EMQ.REQUEUE", 3, self._active, self._pending, row, job.id, job.token),
             -1,
@@ -440,6 +455,12 @@ class Jobs:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _row(self, job_id: bytes) -> bytes:
+        return row_key(self.queue, _expect("job_id", job_id, bytes))
+
+    def _row_of(self, job: Job) -> bytes:
+        return row_key(self.queue, _expect("job", job, Job).id)
 
     def _not_gone(self, reply: int, gone: int, job_id: bytes) -> None:
         if reply == gone:
@@ -475,16 +496,41 @@ class Jobs:
             self._pool.release(connection)
 
 
+def _expect(name: str, value: Value, kind: type[Value], *, or_else: str = "") -> Value:
+    """The value, if it is of the kind that the argument has; what redis-py would make of another
+    one (a text of a number, a refusal that names no argument) helps nobody."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = or_else or {bytes: "bytes", int: "a whole number", str: "text"}.get(kind, "a Job")
+        hint = "; text.encode() makes bytes" if kind is bytes and isinstance(value, str) else ""
+        raise TypeError(f"{name} must be {wanted}, not {type(value).__name__}{hint}")
+    return value
+
+
+_SCHEMES = {
+    "redis": "redis",
+    "rediss": "rediss",
+    "valkey": "redis",
+    "valkeys": "rediss",
+    "unix": "unix",
+}
+
+
 def _redis_scheme(url: str) -> str:
     scheme, mark, rest = url.partition("://")
-    return {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme) + mark + rest
+    if not mark or scheme not in _SCHEMES:
+        # No part of the URL is repeated: it may hold a password.
+        raise ValueError(
+            f"node must be a URL that begins with {', '.join(f'{each}://' for each in _SCHEMES)}: "
+            "this client speaks to one server"
+        )
+    return _SCHEMES[scheme] + mark + rest
 
 
 def _when(at_ms: int | None, in_ms: int | None) -> tuple[str, int]:
     if at_ms is not None and in_ms is None:
-        return "at", at_ms
+        return "at", _expect("at_ms", at_ms, int)
     if in_ms is not None and at_ms is None:
-        return "in", in_ms
+        return "in", _expect("in_ms", in_ms, int)
     raise TypeError("give exactly one of at_ms and in_ms")
 
 

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import wait_until
 
-pytestmark = pytest.mark.slow
+from emqtimerd.demo import Cast
+from emqtimerd.devnode import DevNode
+from emqtimerd.jobs import Jobs, OutcomeUnknown
+
+slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -42,6 +46,7 @@ def others(group: int) -> list[str]:
     return found
 
 
+@slow
 def test_every_number_adds_up(demo: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """Half a minute, a server killed in between, and nothing is left of it."""
     output, _ = demo.communicate(timeout=120)
@@ -52,6 +57,7 @@ def test_every_number_adds_up(demo: "subprocess.Popen[str]", tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+@slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_of_it(
     demo: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals, code: int
@@ -68,6 +74,7 @@ def test_a_signal_ends_all_of_it(
     assert not list(tmp_path.iterdir())
 
 
+@slow
 def test_a_reader_that_leaves_ends_it(demo: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """A closed pipe is no error to talk about, and leaves no process."""
     assert demo.stdout
@@ -76,3 +83,28 @@ def test_a_reader_that_leaves_ends_it(demo: "subprocess.Popen[str]", tmp_path: P
     demo.wait(timeout=30)
     wait_until(lambda: not others(demo.pid), "the end of the demo's processes")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_job_whose_reply_was_lost_counts_if_it_was_added(node: DevNode) -> None:
+    """It is added once and never again, and in the end the facts tell whether it came to be: here
+    one was completed before anybody could ask, one is still there, and one never arrived."""
+    cast = Cast(node.url)
+    cast.working.set()
+    with Jobs(node.url, "orders") as jobs:
+
+        def lose_the_reply(job_id: bytes, *, arrives: bool = True) -> None:
+            if arrives:
+                jobs.enqueue(b"p", job_id)
+            raise OutcomeUnknown("lost")
+
+        cast._add(b"JOBdone", lambda: lose_the_reply(b"JOBdone"))
+        job = jobs.claim(60_000)
+        assert job is not None
+        cast._handle(jobs, job, luck=1)
+        cast._note_claim(job)
+        cast._add(b"JOBleft", lambda: lose_the_reply(b"JOBleft"), scheduled=True)
+        cast._add(b"JOBlost", lambda: lose_the_reply(b"JOBlost", arrives=False), scheduled=True)
+    facts = cast.facts
+    assert facts.accepted == set()
+    facts.end_doubts(lambda job_id: job_id == b"JOBleft")
+    assert (facts.accepted, facts.scheduled) == ({b"JOBdone", b"JOBleft"}, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -196,6 +197,56 @@ def test_times_are_one_of_two(jobs: Jobs) -> None:
         jobs.reschedule(b"JOB1", at_ms=1, in_ms=1)
 
 
+JOB = Job(b"JOB1", b"p", b"1")
+
+MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a payload of text": (
+        lambda j: j.enqueue("p"),
+        "payload must be bytes, not str; text.encode()",
+    ),
+    "a payload of JSON": (lambda j: j.schedule({}, in_ms=1), "payload must be bytes, not dict"),
+    "an id of text": (lambda j: j.enqueue(b"p", "JOB1"), "job_id must be bytes, not str"),
+    "no id": (lambda j: j.reprocess(None), "job_id must be bytes, not NoneType"),
+    "a due time as a float": (
+        lambda j: j.schedule(b"p", at_ms=1.5),
+        "at_ms must be a whole number, not float",
+    ),
+    "a span as text": (lambda j: j.reschedule(b"JOB1", in_ms="5"), "in_ms must be a whole number"),
+    "a lease of half a second": (lambda j: j.claim(0.5), "lease_ms must be a whole number"),
+    "a lease that is true": (lambda j: j.claim(True), "lease_ms must be a whole number, not bool"),
+    "an id for a job": (lambda j: j.complete(b"JOB1"), "job must be a Job, not bytes"),
+    "no job": (lambda j: j.extend(None, 1), "job must be a Job, not NoneType"),
+    "ids for jobs": (lambda j: j.extends([b"JOB1"], 1), "jobs must be a Job, not bytes"),
+    "an exception for its text": (
+        lambda j: j.fail(JOB, ValueError(), delay_ms=1, max_attempts=1),
+        "error must be str or bytes, not ValueError",
+    ),
+    "no number of attempts": (
+        lambda j: j.fail(JOB, "x", delay_ms=1, max_attempts=None),
+        "max_attempts must be a whole number, not NoneType",
+    ),
+    "a delay of text": (lambda j: j.delay(JOB, "1"), "delay_ms must be a whole number, not str"),
+    "a queue of bytes": (lambda _: Jobs("redis://h", b"q"), "queue must be text, not bytes"),  # type: ignore[arg-type]
+    "no node": (lambda _: Jobs(None, "q"), "node must be a URL or a redis.Redis of one server"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("call", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_an_argument_of_a_wrong_type_is_named(call: Callable[[Any], object], words: str) -> None:
+    """Which argument, what it must be and what it was; nothing is contacted."""
+    jobs = Jobs("redis://127.0.0.1:1/0", "orders")
+    with pytest.raises(TypeError, match=re.escape(words)):
+        call(jobs)
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "redis+cluster://:hunter2@h", "http://h"])
+def test_a_url_of_another_kind(url: str) -> None:
+    """What it may begin with is said, and no part of it repeated."""
+    with pytest.raises(ValueError, match=r"redis://, rediss://, .*one server") as caught:
+        Jobs(url, "orders")
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("queue", ["", "a{b", "a b", "\udcff", "q" * 256])
 def test_impossible_queue_names(queue: str) -> None:
     """A queue name that cannot be is refused before anything is contacted."""
@@ -219,12 +270,15 @@ def test_many_threads(node: DevNode) -> None:
     assert done == Counter(sent)
 
 
+def _examples() -> list[str]:
+    """The pieces of code in the module's documentation."""
+    text = inspect.getdoc(emqtimerd.jobs) or ""
+    return [textwrap.dedent(block) for block in re.findall(r"::\n\n((?:(?:    .*)?\n)+)", text)]
+
+
 def test_example_of_a_worker(node: DevNode) -> None:
     """The worker in the module's documentation runs as it stands there, in twenty lines."""
-    text = inspect.getdoc(emqtimerd.jobs) or ""
-    worker, producer = (
-        textwrap.dedent(block) for block in re.findall(r"::\n\n((?:(?:    .*)?\n)+)", text)
-    )
+    worker, producer = _examples()
     assert len(worker.strip().splitlines()) <= 20
     names: dict[str, Any] = {}
     exec(worker, names)
@@ -260,6 +314,35 @@ def test_example_of_a_worker(node: DevNode) -> None:
     assert send(raw, "HGET", BASE + b"metrics:completed", "count") == b"1"
     # What the producer scheduled is still to come.
     assert send(raw, "ZCARD", BASE + b"schedule") == 2
+
+
+def test_the_example_outlives_a_restart(start_node: Callable[..., DevNode]) -> None:
+    """The worker of the documentation goes on where it was when the server is back."""
+    troubles: list[JobsError] = []
+    names: dict[str, Any] = {"print": troubles.append}
+    exec(_examples()[0], names)
+    handled: list[bytes] = []
+    node, stop = start_node(), threading.Event()
+    waited = stop.wait
+    stop.wait = lambda timeout=None: waited(min(timeout or 0, 0.05))  # type: ignore[method-assign]
+    arguments = (node.url, "orders", handled.append, stop)
+    thread = threading.Thread(target=names["work"], args=arguments)
+    thread.start()
+    try:
+        with Jobs(node.url, "orders") as jobs:
+            jobs.enqueue(b"before")
+            wait_until(lambda: handled == [b"before"], "the worker is at work")
+            node.kill()
+            wait_until(lambda: any(isinstance(t, Unreachable) for t in troubles), "it has noticed")
+            node.start()
+            with contextlib.suppress(OutcomeUnknown):  # the connection of before
+                jobs.enqueue(b"lost")
+            jobs.enqueue(b"after")
+            wait_until(lambda: handled[-1] == b"after", "it works again")
+    finally:
+        stop.set()
+        thread.join(5)
+    assert not thread.is_alive()
 
 
 # --- the connection -----------------------------------------------------------------------------

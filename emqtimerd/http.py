@@ -257,17 +257,39 @@ class _DeadlineSocket(socket.socket):
         return super().send(*args, **kwargs)
 
 
+class _Headers(dict[bytes, bytes]):
+    """The headers of a request. Of these two another reader on the way may take the one and we the
+    other, so that they come once or not at all (RFC 9112)."""
+
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        if name in (b"Host", b"Content-Length") and name in self:
+            raise ValueError(f"more than one {name.decode()} header")
+        super().__setitem__(name, value)
+
+
 class _Request(server.HTTPRequest):
     """A request whose answer has its own deadline, and whose body is never taken for a request."""
 
     def read_request_headers(self) -> bool:
         """Read the head; a length must be plain digits, while int() also takes `-1` and `5_0`."""
+        self.inheaders = _Headers()
         if not super().read_request_headers():  # type: ignore[no-untyped-call]
             return False
         if not self.inheaders.get(b"Content-Length", b"0").isdigit():
             self.simple_response("400 Bad Request", "Malformed Content-Length header")
             return False
+        if self.response_protocol == "HTTP/1.1" and b"Host" not in self.inheaders:
+            self.simple_response("400 Bad Request", "HTTP/1.1 wants a Host header")
+            return False
         return True
+
+    def send_headers(self) -> None:
+        """Send the head of the answer. To HEAD it says how the body would come, and none comes;
+        cheroot would close the connection to mark its end."""
+        asked, self.method = self.method, b"GET"
+        super().send_headers()
+        self.method = asked
+        self.chunked_write &= asked != b"HEAD"
 
     def respond(self) -> None:
         self.conn.socket.deadline = time.monotonic() + RESPONSE_SECONDS

@@ -82,9 +82,9 @@ def render(ledger: Ledger, view: View) -> str:
 <style>{STYLE}</style>
 </head>
 <body>
-{_header(overview, len(summary.troubled))}
+{_header(overview, summary.troubled)}
 <main>
-{_totals(summary)}
+{_totals(overview, summary)}
 {_troubles(overview, summary.troubled, ledger.queues(summary.troubled[:TROUBLES_SHOWN]))}
 {_nodes(overview)}
 {_queues(ledger, overview, summary, view)}
@@ -171,7 +171,7 @@ def _count(number: int, noun: str) -> str:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _header(overview: Overview, troubled: int) -> str:
+def _header(overview: Overview, troubled: Sequence[str]) -> str:
     health = overview.health
     if not health.alive:
         state, title = "bad", "Stuck"
@@ -182,9 +182,12 @@ def _header(overview: Overview, troubled: int) -> str:
     if health.reasons:
         items = "".join(f"<li>{_text(reason)}</li>" for reason in health.reasons)
         details = f"<ul>{items}</ul>"
-    elif troubled:
-        need = "needs" if troubled == 1 else "need"
-        details = f"<p>Every node is reached. {_count(troubled, 'queue')} {need} attention.</p>"
+    elif attention := _attention(overview, troubled):
+        who = [_count(len(troubled), "queue")] if troubled else []
+        who += ["the last reload"] if overview.reload_problem is not None else []
+        words = " and ".join(who)
+        need = "needs" if attention == 1 else "need"
+        details = f"<p>Every node is reached. {words[0].upper()}{words[1:]} {need} attention.</p>"
     elif overview.queues:
         details = "<p>Every node is reached, and its queues are swept on time.</p>"
     else:
@@ -200,8 +203,13 @@ def _header(overview: Overview, troubled: int) -> str:
 </header>"""
 
 
-def _totals(summary: _Summary) -> str:
-    attention = len(summary.troubled)
+def _attention(overview: Overview, troubled: Sequence[str]) -> int:
+    """How many things somebody should look at; the nodes have the verdict for themselves."""
+    return len(troubled) + (overview.reload_problem is not None)
+
+
+def _totals(overview: Overview, summary: _Summary) -> str:
+    attention = _attention(overview, summary.troubled)
     tiles = (
         ("Queues", summary.total, ""),
         ("Promoted", summary.promoted, ""),

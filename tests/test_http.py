@@ -195,10 +195,19 @@ def test_every_answer_carries_the_same_careful_headers(server: HttpServer, path:
 @pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/readyz", "/favicon.ico"])
 def test_head_is_get_without_the_body(server: HttpServer, path: str) -> None:
     """And the connection is still good for a request after it."""
-    answer = ask(server, path, "HEAD")
-    assert answer.status in (200, 204)
-    assert answer.body == b""
-    assert answer.headers["Content-Type"] == ask(server, path).headers["Content-Type"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    with closing(connection):
+        answers = []
+        for method in ("HEAD", "HEAD", "GET"):
+            connection.request(method, path)
+            response = connection.getresponse()
+            assert not response.will_close
+            answers.append(Response(response))
+    head, again, get = answers
+    assert head.status == again.status == get.status in (200, 204)
+    assert head.body == again.body == b""
+    for name in ("Content-Type", "Transfer-Encoding"):
+        assert head.headers[name] == get.headers[name]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
@@ -378,6 +387,12 @@ def test_a_request_that_stops_half_way_is_told_so(
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: a\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1_0\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", b"501"),
+        (
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            b"400",
+        ),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nHOST: y\r\n\r\n", b"400"),
         (b"GET / HTTP/9.9\r\n\r\n", b"505"),
         (b"GET http://elsewhere/ HTTP/1.1\r\nHost: x\r\n\r\n", b"400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
@@ -392,6 +407,13 @@ def test_requests_that_are_none_or_too_large_are_refused(
     received = send(server, request_bytes)
     assert received.startswith(b"HTTP/1.1 " + status), received[:200]
     assert ask(server, "/healthz").status == 200
+
+
+def test_old_clients_need_no_host(server: HttpServer) -> None:
+    """HTTP/1.0 knew none; an empty one is one."""
+    assert send(server, b"GET /healthz HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+    request = b"GET /healthz HTTP/1.1\r\nHost:\r\nConnection: close\r\n\r\n"
+    assert send(server, request).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_is_never_taken_for_a_request(server: HttpServer) -> None:

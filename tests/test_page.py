@@ -148,9 +148,19 @@ def test_the_verdict_says_why_not(ledger: Ledger) -> None:
 def test_a_failed_reload_is_shown(ledger: Ledger) -> None:
     """Somebody thinks that the new configuration is in force."""
     assert "reload" not in text_of(ledger)
+    assert "Need attention 2" in text_of(ledger)
     ledger.reloaded('promote.interval: must be positive, got "<0s>"')
-    assert "The last reload changed nothing" in text_of(ledger)
-    assert 'got "<0s>"' in text_of(ledger)
+    text = text_of(ledger)
+    assert "The last reload changed nothing" in text
+    assert 'got "<0s>"' in text
+    assert "2 queues and the last reload need attention." in text
+    assert "Need attention 3" in text
+    ledger.set_queues(["orders"])
+    text = text_of(ledger)
+    assert "Every node is reached. The last reload needs attention." in text
+    assert "Need attention 1" in text
+    ledger.reloaded()
+    assert "Need attention 0" in text_of(ledger)
 
 
 def test_a_part_of_the_queues_is_named(ledger: Ledger) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from emqtimerd import __version__, wire
 from emqtimerd.ledger import Ledger, NodeFacts, Overview, QueueFacts, VerbFacts
-from emqtimerd.sweeper import Verb
+from emqtimerd.sweeper import Failure, Verb
 
 QUEUES_A_PAGE = 100
 """How many queues one page shows: as many as people look through, and some 100 kB."""
@@ -253,8 +253,8 @@ def _verb_troubles(queue: QueueFacts, verb: Verb, facts: VerbFacts) -> list[str]
             f"{name}: {VERB_NAMES[verb]} is blocked by {row}: {_text(facts.blocked.reason)}. "
             "Jobs behind it wait until that row is removed."
         )
-    if facts.failure is not None:
-        items.append(f"{name}: {VERB_NAMES[verb]} failed: {_text(facts.failure.message)}")
+    if (failure := _failure(facts)) is not None:
+        items.append(f"{name}: {VERB_NAMES[verb]} failed: {_text(failure.message)}")
     return items
 
 
@@ -294,10 +294,15 @@ def _verbs(queue: QueueFacts) -> tuple[tuple[Verb, VerbFacts], ...]:
     return ("promote", queue.promote), ("stalled_check", queue.stalled_check)
 
 
+def _failure(facts: VerbFacts) -> Failure | None:
+    """Why the verb fails, if that is the queue's own trouble: a node's is told of once, for it."""
+    return None if facts.failure is None or facts.failure.of_node else facts.failure
+
+
 def _rank(queue: QueueFacts, now: float) -> tuple[bool, bool, float, int, str]:
     """Blocked first, then failing, then the longest overdue, then those that moved the most."""
     blocked = queue.promote.blocked or queue.stalled_check.blocked
-    failing = queue.promote.failure or queue.stalled_check.failure
+    failing = _failure(queue.promote) or _failure(queue.stalled_check)
     overdue = queue.overdue_seconds(now)
     overdue = overdue if overdue >= OVERDUE_WORTH_NAMING_SECONDS else 0.0
     return not blocked, not failing, -overdue, -queue.moved, queue.name
@@ -436,7 +441,7 @@ def _badges(queue: QueueFacts) -> str:
     for verb, facts in _verbs(queue):
         if facts.blocked:
             marks.append(("bad", f"{VERB_NAMES[verb].removeprefix('the ')} blocked"))
-        if facts.failure:
+        if _failure(facts):
             marks.append(("bad", f"{VERB_NAMES[verb].removeprefix('the ')} failing"))
     if queue.guarded:
         marks.append(("warn", "mass expiry spared"))

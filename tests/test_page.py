@@ -163,6 +163,17 @@ def test_a_failed_reload_is_shown(ledger: Ledger) -> None:
     assert "Need attention 0" in text_of(ledger)
 
 
+def test_a_node_that_is_down_is_not_the_trouble_of_each_queue(ledger: Ledger) -> None:
+    """Ten thousand queues of a node that is gone are one reason, and not as many alarms."""
+    gone = Failure("timeout", "no reply within the timeout", of_node=True)
+    ledger.record("promote", [SweepResult("orders", "promote", NODE, failure=gone, unknown=1)], 0.1)
+    ledger.node_down(NODE, gone.message)
+    text = text_of(ledger)
+    assert text.count("no reply within the timeout") == 2, "the verdict, and the node's card"
+    assert "Need attention 2" in text
+    assert "orders promotion failing" not in text
+
+
 def test_a_part_of_the_queues_is_named(ledger: Ledger) -> None:
     """A replica that has a share of the work says which."""
     ledger.set_shard(1, 3)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_until
+from sandbox import TOOLS, Sandbox, missing
 
 from emqtimerd.devnode import DevNode
 
@@ -31,12 +32,6 @@ CONTAINER = ROOT / "deploy" / "container"
 DOCKERFILE = CONTAINER / "Dockerfile"
 IMAGE_HOME = "/opt/emqtimerd"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-# With their places: the image's PATH, which they are started with, need not lead to them.
-TOOLS = {
-    name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") or ""
-    for name in ("unshare", "nsenter", "chroot", "setpriv")
-}
 
 # Settings of the tests' own surroundings, which the image's build must not meet.
 OUTSIDE = re.compile(r"(EMQTIMERD|PYTHON)\w*|VIRTUAL_ENV|PIP_CONSTRAINT")
@@ -100,13 +95,6 @@ def context(tmp_path: Path) -> Path:
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, directory / name)
     return directory
-
-
-def missing(reason: str) -> None:
-    """Skip a test for want of something; in CI nothing may be wanting."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 # --- the text -----------------------------------------------------------------------------------
@@ -202,66 +190,10 @@ def test_every_requirement_is_pinned_to_its_content() -> None:
 # --- the build and the run ----------------------------------------------------------------------
 
 
-class Sandbox:
-    """A copy of this machine's root in memory, in a mount namespace that this object keeps."""
-
-    def __init__(self, place: Path) -> None:
-        self.root = place / "root"
-        self._layers = place
-        self._keeper: subprocess.Popen[str] | None = None
-
-    def open(self) -> None:
-        self._layers.mkdir()
-        script = """
-            cd "$1"
-            # The upper layer may not lie in the lower one, which is everything: so it is in memory.
-            mount -t tmpfs tmpfs .
-            cd "$1"
-            mkdir upper work root
-            mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
-            mount --rbind /dev root/dev
-            echo ready
-            read -r end
-        """
-        self._keeper = subprocess.Popen(
-            [TOOLS["unshare"], "--mount", "--propagation", "private", "sh", "-ec", script, "-",
-             str(self._layers)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._keeper.stdout
-        assert self._keeper.stderr
-        if self._keeper.stdout.readline() != "ready\n":
-            missing(f"no namespaces or no overlay here: {self._keeper.stderr.read()}")
-
-    def command(self, *arguments: str) -> list[str]:
-        """The command line that runs something as root in the copy."""
-        assert self._keeper
-        enter = [TOOLS["nsenter"], "--mount", f"--target={self._keeper.pid}"]
-        return [*enter, TOOLS["chroot"], str(self.root), *arguments]
-
-    def shell(self, text: str, environment: dict[str, str], directory: str = "/") -> str:
-        done = subprocess.run(
-            self.command("/bin/sh", "-ec", f"cd {shlex.quote(directory)}\n{text}"),
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
-        return done.stdout
-
-    def close(self) -> None:
-        if self._keeper:
-            self._keeper.communicate("end\n")
-
-
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    if sys.platform != "linux" or os.geteuid() != 0 or not all(TOOLS.values()):
-        missing(f"needs Linux, root and {', '.join(TOOLS)}")
-    sandbox = Sandbox(tmp_path / "sandbox")
-    yield sandbox
-    sandbox.close()
+    with Sandbox(tmp_path / "sandbox") as sandbox:
+        yield sandbox
 
 
 def build_environment(steps: list[Step], environment: dict[str, str]) -> dict[str, str]:
@@ -307,9 +239,8 @@ def build(sandbox: Sandbox, context: Path) -> None:
 
 @pytest.mark.slow
 def test_the_steps_build_it_and_it_runs_as_process_1_without_rights_on_a_read_only_root(
-    sandbox: Sandbox, context: Path, node: DevNode, tmp_path: Path
+    sandbox: Sandbox, context: Path, node: DevNode
 ) -> None:
-    sandbox.open()
     build(sandbox, context)
     final = stages()[1]
     environment = build_environment(final, {"PATH": "/usr/local/bin:/usr/bin:/bin"})

@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from typing import Self
 
 import pytest
 from conftest import connect, wait_until
+from sandbox import Sandbox
 
 from emqtimerd.config import load
 from emqtimerd.devnode import DevNode
@@ -289,6 +291,76 @@ def test_the_exposure_is_at_most_one_and_two_tenths(
     level = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
     assert level, done.stderr
     assert float(level[1]) <= 1.2
+
+
+def readme_lines() -> list[str]:
+    """Every command of the README, with its comment."""
+    return re.findall(r"^    (\S.*)$", (SYSTEMD / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_readme_installs_it(start_node: Callable[..., DevNode], tmp_path: Path) -> None:
+    """Its lines run as they stand, in a copy of this machine's root; then systemd reads the units.
+
+    What needs a running systemd or the Debian archive is only noted. pip takes the package from
+    the checkout as always; its dependencies are borrowed from this test's own environment.
+    """
+    node = start_node()
+    with connect(node) as client:
+        client.config_set("requirepass", PASSWORD)
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    python = Path(sysconfig.get_config_var("BINDIR"))
+    with Sandbox(tmp_path / "sandbox") as sandbox:
+        environment = {
+            "PATH": f"/stubs:{python}:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
+            # pip reads these as its flags, of which the second one means the opposite of its name.
+            "PIP_NO_DEPS": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",
+        }
+        checkout = "/checkout"
+        sources = " ".join(
+            str(ROOT / name)
+            for name in ("emqtimerd", "deploy", "pyproject.toml", "setup.py", "README.md")
+        )
+        script = f"""
+            mkdir /stubs {checkout}
+            cp -r {sources} {checkout}
+            for program in apt-get systemctl; do
+                printf '#!/bin/sh\\necho "$0 $*" >>/stubs/said\\n' >/stubs/$program
+                chmod +x /stubs/$program
+            done
+            rm -rf /opt/emqtimerd /etc/emqtimerd
+            cd {checkout}/deploy/systemd
+            python3() {{ {python}/python3.{sys.version_info.minor} "$@"; }}
+        """
+        edits = {
+            "then name your node": f"sed -i s,127.0.0.1:6379,127.0.0.1:{node.port}, "
+            "/etc/emqtimerd/emqtimerd.toml",
+            "then write the password": f"echo {PASSWORD} >/etc/emqtimerd/password",
+        }
+        script += "umask 022\n"
+        for line in readme_lines():
+            if "without-password.conf" not in line:
+                script += f"{line}\n"
+                script += "".join(f"{edit}\n" for words, edit in edits.items() if words in line)
+        sandbox.shell(script, environment)
+        said = sandbox.shell("cat /stubs/said", environment)
+        assert said.replace("/stubs/", "").splitlines() == [
+            "apt-get install python3-venv",
+            "systemctl daemon-reload",
+            "systemctl enable --now emqtimerd",
+            "systemctl status emqtimerd",
+        ]
+        if shutil.which("systemd-analyze"):
+            units = "emqtimerd.service emqtimerd@orders.service"
+            verify = f"systemd-analyze verify --man=no {units} 2>&1"
+            assert sandbox.shell(verify, environment) == ""
+        modes = sandbox.shell("stat -c '%a %U %n' /etc/emqtimerd/*", environment)
+        assert modes.splitlines() == [
+            "644 root /etc/emqtimerd/emqtimerd.toml",
+            "600 root /etc/emqtimerd/password",
+        ]
 
 
 # --- the text -----------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ def main() -> None:
     # Only now: what follows takes a quarter of a second, and a signal may come before that.
     from emqtimerd.cli import app
 
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Help and version, which typer writes itself.
+        sys.stderr.write(f"emqtimerd: cannot write the result: {error.strerror}\n")
+        # Python flushes once more at exit, and would complain about the same thing then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _guard_start() -> None:

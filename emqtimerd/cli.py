@@ -36,7 +36,7 @@ app = typer.Typer(
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="Configuration file (TOML).", envvar="EMQTIMERD_CONFIG"
+        "--config", metavar="FILE", help="Configuration file (TOML); also EMQTIMERD_CONFIG."
     ),
 ]
 Url = Annotated[
@@ -98,7 +98,8 @@ def _verb(text: str) -> str:
 
 
 def _port(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65_535:
+    # The default comes this way as well, as the number that it is.
+    if not re.fullmatch(r"[0-9]{1,5}", str(text)) or int(text) > 65_535:
         raise typer.BadParameter("must be a port from 1 to 65535, or 0 for any free one")
     return int(text)
 
@@ -315,7 +316,13 @@ def devnode(
     """
     from emqtimerd.devnode import run_devnode
 
-    raise typer.Exit(run_devnode(port, directory, server, sys.stdout, sys.stderr))
+    try:
+        code = run_devnode(port, directory, server, sys.stdout, sys.stderr)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{error.filename} cannot be used: {error.strerror}")
+    raise typer.Exit(code)
 
 
 @app.command(short_help="Watch all of it work for half a minute.")

@@ -448,6 +448,8 @@ def test_flag_mistakes() -> None:
     ("url", "told"),
     [
         ("localhost:6379", "localhost:6379"),
+        ("localhost", "localhost"),
+        ("10.0.0.1", "10.0.0.1"),
         ("rdis://db:6379/0", "rdis://db:6379/0"),
         ("redis://db:port", "redis://***"),
         ("redis://u:hunter2@db:port", "redis://***@***"),

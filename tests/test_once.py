@@ -417,6 +417,57 @@ def test_a_database_that_is_not_there_is_a_wrong_configuration(node: DevNode) ->
     assert "emqtimerd: fix: this server has no database 99" in run.err
 
 
+def test_a_file_that_the_environment_names_is_told_so(stub: Stub) -> None:
+    """Who cannot find the mistake on the command line learns where else it may be."""
+    run = once("--url", stub.url, "--queue", "a", EMQTIMERD_CONFIG="nowhere.toml")
+    assert run.code == 2
+    assert run.err == (
+        "emqtimerd: file nowhere.toml: cannot be read: No such file or directory "
+        "(named by environment EMQTIMERD_CONFIG)\n"
+    )
+
+
+WRONG_COMMANDS: dict[str, tuple[list[str], str]] = {
+    "a port in words": (["devnode", "--port", "many"], "must be a port from 1 to 65535, or 0"),
+    "a port in Arabic": (["devnode", "--port", "\u0666\u0663\u0667\u0669"], "must be a port"),
+    "a port too high": (["devnode", "--port", "65536"], "must be a port"),
+    "a file for a directory": (["devnode", "--port", "0", "--dir", __file__], "cannot be used: "),
+    "two nodes": (["run", "--embedded", "--url", "redis://h"], "leave out --url"),
+    "nothing to sweep": (["run"], "queues = [] (default): nothing to sweep: list some"),
+    "a host for a URL": (["run", "--url", "h:1", "--queue", "a"], 'write "redis://h:1"'),
+    "a directory": (["config", "show", "--config", "/"], "file /: cannot be read: Is a directory"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG_COMMANDS.values(), ids=WRONG_COMMANDS)
+def test_every_command_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    """Exit 2, a sentence on standard error, nothing on standard output."""
+    monkeypatch.setattr(os, "environ", environment())
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert words in err
+
+
+def test_a_valid_configuration_is_told_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which file was looked at, and how much it is about."""
+    monkeypatch.setattr(os, "environ", environment())
+    file = tmp_path / "e.toml"
+    file.write_bytes(b'\xef\xbb\xbfqueues = ["a", "b"]\r\n[promote]\r\nlimit = 5\r\n')
+    with pytest.raises(SystemExit) as ended:
+        app(["config", "validate", "--config", str(file)])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{file}: valid, 2 queues listed, discovery off\n"
+
+
 def test_a_name_that_is_no_utf_8_is_wrong_usage(stub: Stub) -> None:
     """Case "One odd label value": an argument of any bytes is refused, and shown escaped."""
     run = once("--url", stub.url, "--queue", b"caf\xe9")
@@ -576,6 +627,23 @@ def test_a_full_disk_is_told(stub: Stub) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             command("--url", stub.url, "--queue", "orders", "--json"),
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"emqtimerd: cannot write the result: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("arguments", [("--version",), ("once", "--help"), ("config", "schema")])
+def test_a_full_disk_is_told_of_whatever_is_printed(arguments: tuple[str, ...]) -> None:
+    """Also of what is no result of the work: a line and exit 1, no traceback."""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "emqtimerd", *arguments],
             env=environment(),
             stdout=full,
             stderr=subprocess.PIPE,

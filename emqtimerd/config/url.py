@@ -112,7 +112,7 @@ def without_secrets(text: str) -> str:
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return text if re.fullmatch(f"{_PLACE}:[0-9]+", text) else "***"
+        return text if _HOST.fullmatch(text) else "***"
     if not re.fullmatch(r"[a-z+]{1,20}", scheme):
         return "***"
     login, _, place = rest.rpartition("@")
@@ -123,13 +123,15 @@ def without_secrets(text: str) -> str:
 
 
 _PLACE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)"
+# What is a host without a doubt, though nothing says so: a word alone may be a password.
+_HOST = re.compile(f"{_PLACE}:[0-9]+|localhost|[0-9]+([.][0-9]+){{3}}")
 _PATHS = {"unix": r"[A-Za-z0-9._/-]+", "sentinel": "(/[A-Za-z0-9._-]*)?(/[0-9]*)?"}
 
 
 def _scheme_problem(scheme: str) -> str:
     if scheme != scheme.strip():
         return f"begins or ends with white space; must be {ALLOWED}"
-    if re.fullmatch(f"{_PLACE}:[0-9]+", scheme):
+    if _HOST.fullmatch(scheme):
         return f'does not begin with a scheme: write "redis://{scheme}", or "rediss://" for TLS'
     close = difflib.get_close_matches(scheme.lower(), SCHEMES, 1, 0.7)
     hint = f' (did you mean "{close[0]}://"?)' if close else ""

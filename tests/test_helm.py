@@ -35,6 +35,7 @@ LONGEST = "x" + "-long" * 10 + "-x"  # 53 characters, the most that Helm takes
 RELEASES = ("emqtimerd", "x", LONGEST)
 
 OLDEST_KUBERNETES = "1.27"  # what Chart.yaml asks for
+OPERATOR = "monitoring.coreos.com/v1"
 
 # Helm's engine is a program in Go. In a process of its own it cannot meet this one's forks.
 ENGINE = """
@@ -225,28 +226,24 @@ def test_kubernetes_takes_every_manifest(case: str, version: str, helm: Helm) ->
     schemas = kubernetes_schemas()
     version = schemas.latest_version() if version == "newest" else version
     for manifest in helm.manifests(helm.case(case)):
-        if manifest["apiVersion"] == "monitoring.coreos.com/v1":
-            check_monitoring(manifest)
-        else:
+        if manifest["apiVersion"] != OPERATOR:
             schemas.validate(manifest, version, strict=True)
 
 
-def check_monitoring(manifest: dict[str, Any]) -> None:
-    """The part of the Prometheus operator's definitions that the chart uses."""
-    assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
-    spec = manifest["spec"]
-    if manifest["kind"] == "PrometheusRule":
-        assert set(spec) == {"groups"}
-        for rule in (rule for group in spec["groups"] for rule in group["rules"]):
-            assert set(rule) <= {"alert", "record", "expr", "for", "labels", "annotations"}
-        return
-    endpoints = {"PodMonitor": "podMetricsEndpoints", "ServiceMonitor": "endpoints"}
-    assert set(spec) == {"selector", endpoints[manifest["kind"]]}
-    assert set(spec["selector"]) == {"matchLabels"}
-    for endpoint in spec[endpoints[manifest["kind"]]]:
-        assert endpoint["port"] == "http"
-        known = {"port", "path", "interval", "scrapeTimeout", "relabelings", "metricRelabelings"}
-        assert set(endpoint) <= known
+def test_the_prometheus_operator_takes_what_is_made_for_it(helm: Helm) -> None:
+    """One test, since the operator's types take seconds to load."""
+    operator = needed(
+        "cloudcoil.models.prometheus_operator.v1", "cloudcoil-models-prometheus-operator"
+    )
+    kinds = set()
+    for case in CASES:
+        for manifest in helm.manifests(helm.case(case)):
+            if manifest["apiVersion"] == OPERATOR:
+                kinds.add(manifest["kind"])
+                taken = getattr(operator, manifest["kind"]).model_validate(manifest)
+                # The types leave out what they do not know, where the operator's server refuses it.
+                assert taken.model_dump(by_alias=True, exclude_unset=True, mode="json") == manifest
+    assert kinds == {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -395,7 +392,7 @@ def test_the_notes_say_what_to_do_next(case: str, helm: Helm) -> None:
         kind = "statefulset" if case == "sharding" else "deployment"
         assert f"kubectl rollout status {kind}/{named} --namespace queues" in notes
     assert ("no password is sent" in notes) == ("auth" not in values)
-    assert ("names no registry" in notes) == ("image" not in values)
+    assert ("names no registry" in notes) == (case not in ("pods", "global"))
     assert ("nothing scrapes" in notes) == (case not in ("podmonitor", "servicemonitor"))
     assert "%!" not in notes
     assert "<no value>" not in notes
@@ -480,6 +477,7 @@ def test_the_schema_knows_every_setting_of_the_daemon() -> None:
 FREE = {  # names here are the user's own, or checked by Kubernetes
     "global",
     "extraLabels",
+    "annotations",
     "service.labels",
     "service.annotations",
     "serviceAccount.annotations",
@@ -491,6 +489,7 @@ FREE = {  # names here are the user's own, or checked by Kubernetes
     "podMonitor.labels",
     "serviceMonitor.labels",
     "prometheusRule.labels",
+    "prometheusRule.ruleLabels",
     "dashboard.labels",
     "dashboard.annotations",
     "once.resources.requests",
@@ -532,6 +531,7 @@ def test_misspelt_keys_are_refused_at_every_level(helm: Helm) -> None:
         ("extraVolumeMounts", {"name": "a", "mountPath": "/a", "mispelt": "a"}),
         ("image.pullSecrets", {"name": "a", "mispelt": "a"}),
         ("networkPolicy.nodesAt", {"mispelt": {}}),
+        ("networkPolicy.dnsAt", {"mispelt": {}}),
         ("networkPolicy.extraEgress", {"mispelt": []}),
         ("podMonitor.relabelings", {"mispelt": "a"}),
     ):
@@ -589,6 +589,10 @@ def test_values_that_cannot_work_are_refused_with_a_reason(
             "keep one of the two",
         ),
         ({"sharding.enabled": True, "replicas": 0}, "at least one replica"),
+        (
+            {"prometheusRule": {"enabled": True, "disabled": ["EmqtimerdOverdue"]}},
+            "alerts that do not exist: EmqtimerdOverdue",
+        ),
         (
             {"once.enabled": True, "config.queues": [], "config.discovery": {"enabled": True}},
             "needs queues by name",
@@ -753,7 +757,8 @@ def test_a_sweep_by_the_clock_never_meets_itself_and_always_ends(helm: Helm) -> 
 
 
 def test_alerts_and_dashboard_arrive_as_they_are_in_the_chart(helm: Helm) -> None:
-    rule = one(helm.manifests(helm.case("alerts")), "PrometheusRule")
+    values = with_value(helm.case("default"), "prometheusRule", {"enabled": True})
+    rule = one(helm.manifests(values), "PrometheusRule")
     assert rule["spec"] == helm.parse((CHART / "files" / "alerts.yaml").read_text())
     dashboard = next(
         m
@@ -763,6 +768,44 @@ def test_alerts_and_dashboard_arrive_as_they_are_in_the_chart(helm: Helm) -> Non
     assert dashboard["metadata"]["namespace"] == "monitoring"
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert dashboard["data"]["emqtimerd.json"] == (CHART / "files" / "dashboard.json").read_text()
+
+
+def test_alerts_link_to_runbooks_of_your_own_and_some_are_left_out(helm: Helm) -> None:
+    values = helm.case("alerts")
+    spec = one(helm.manifests(values), "PrometheusRule")["spec"]
+    (shipped,) = helm.parse((CHART / "files" / "alerts.yaml").read_text())["groups"]
+    for rule in shipped["rules"]:
+        if "alert" in rule:
+            rule["labels"]["team"] = "queues"
+            anchor = f"#{rule['alert'].lower()}"
+            rule["annotations"]["runbook_url"] = values["prometheusRule"]["runbookBase"] + anchor
+    wanted = [r for r in shipped["rules"] if r.get("alert") != "EmqtimerdJobsOverdue"]
+    assert len(wanted) == len(shipped["rules"]) - 1
+    assert spec == {"groups": [shipped | {"rules": wanted}]}
+
+
+@pytest.mark.parametrize(
+    ("repository", "pulled"),
+    [
+        ("emqtimerd", "mirror.example/emqtimerd"),
+        ("team/emqtimerd", "mirror.example/team/emqtimerd"),
+        ("registry.example/emqtimerd", "registry.example/emqtimerd"),
+        ("localhost/emqtimerd", "localhost/emqtimerd"),
+        ("here:5000/emqtimerd", "here:5000/emqtimerd"),
+    ],
+)
+def test_a_parents_registry_serves_images_that_name_none(
+    repository: str, pulled: str, helm: Helm
+) -> None:
+    values = with_value(helm.case("default"), "image.repository", repository)
+    values["global"] = {"imageRegistry": "mirror.example/"}
+    for pod in pods(helm.manifests(values)).values():
+        assert pod["spec"]["containers"][0]["image"] == f"{pulled}:{__version__}"
+
+
+def test_a_parents_pull_secrets_join_the_charts_own_once_each(helm: Helm) -> None:
+    found = daemon(helm.manifests(helm.case("global")))["spec"]["imagePullSecrets"]
+    assert found == [{"name": "registry-login"}, {"name": "other-login"}]
 
 
 # --- what is written about it -------------------------------------------------------------------

@@ -30,12 +30,33 @@ is cut, and a hash of the whole keeps it apart from others that begin alike.
 {{- end -}}
 {{- end }}
 
-{{- define "emqtimerd.image" -}}
-{{- $name := printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
-{{- with .Values.image.digest -}}
-{{- $name = printf "%s@%s" $.Values.image.repository . -}}
+{{- define "emqtimerd.repository" -}}
+{{- $repository := .Values.image.repository -}}
+{{- $global := .Values.global | default dict -}}
+{{- /* As for container engines: what stands before the first slash is a registry if it has a dot or a port. */ -}}
+{{- if and $global.imageRegistry (not (regexMatch "^([^/]*[.:][^/]*|localhost)/" $repository)) -}}
+{{- printf "%s/%s" (trimSuffix "/" $global.imageRegistry) $repository -}}
+{{- else -}}
+{{- $repository -}}
 {{- end -}}
-{{- $name -}}
+{{- end }}
+
+{{- define "emqtimerd.image" -}}
+{{- $repository := include "emqtimerd.repository" . -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" $repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end }}
+
+{{/* The chart's own pull secrets and a parent's, whose charts disagree on whether a name stands in a table. */}}
+{{- define "emqtimerd.pullSecrets" -}}
+{{- $secrets := .Values.image.pullSecrets | default list -}}
+{{- range (.Values.global | default dict).imagePullSecrets -}}
+{{- $secrets = append $secrets (kindIs "string" . | ternary (dict "name" .) .) -}}
+{{- end -}}
+{{- toYaml (uniq $secrets) -}}
 {{- end }}
 
 {{/* What tells this release's objects from all others. Never changes: selectors are immutable. */}}

@@ -4,7 +4,7 @@ serviceAccountName: {{ include "emqtimerd.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
 # The variables that a Service called emqtimerd would give look like settings.
 enableServiceLinks: false
-{{- with .Values.image.pullSecrets }}
+{{- with include "emqtimerd.pullSecrets" . | fromYamlArray }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -14,6 +14,9 @@ securityContext:
 {{- end }}
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector:
@@ -65,6 +68,8 @@ volumes:
 {{- define "emqtimerd.containerSettings" -}}
 image: {{ include "emqtimerd.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy | quote }}
+# `kubectl describe pod` then shows the last lines of the log, which say why it ended.
+terminationMessagePolicy: FallbackToLogsOnError
 {{- with .Values.securityContext }}
 securityContext:
   {{- toYaml . | nindent 2 }}

@@ -84,7 +84,9 @@ class Rounds:
         self._telling = threading.Lock()
         self._left = False
         self._run_ids: dict[str, str | None] = {}
-        self._known: tuple[object, object] = ((), {})
+        self._changes = 0
+        """How often the primaries, or whose the queues are, have changed."""
+        self._known: tuple[int, object] = (-1, {})
         self._at_rest: list[Node] = []
         nodes.on_change = self._nodes_changed
         ledger.set_nodes([node.name for node in nodes.primaries()])
@@ -246,11 +248,11 @@ class Rounds:
         self.nodes.tend()
         if not self.nodes.tended and self._duties["promote"]:
             return
-        known = (self.nodes.primaries(), self._duties)
+        known = (self._changes, self._duties)
         if known != self._known:
             busy = self._shares()
             self._known = known
-            self._at_rest = [node for node in known[0] if node not in busy]
+            self._at_rest = [node for node in self.nodes.primaries() if node not in busy]
         for node in self._at_rest:
             if fault := node.fault():
                 self._note_down(node, Failure(fault.code, str(fault), of_node=True))
@@ -263,6 +265,7 @@ class Rounds:
 
     def _nodes_changed(self, heirs: Mapping[str, str]) -> None:
         """Take over who the primaries are now; one that took over from another goes on as it."""
+        self._changes += 1
         names = [node.name for node in self.nodes.primaries()]
         with self._telling:
             if self._left:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 from conftest import wait_until
@@ -35,13 +35,15 @@ from emqtimerd import node as nodes_module
 from emqtimerd import rounds as rounds_module
 from emqtimerd import sweeper as sweeper_module
 from emqtimerd.chronicle import Chronicle
-from emqtimerd.config import Settings
+from emqtimerd.config import NodeSettings, Settings
 from emqtimerd.ledger import Ledger
 from emqtimerd.log import Log
-from emqtimerd.node import BACKOFF_CAP_SECONDS
+from emqtimerd.node import BACKOFF_CAP_SECONDS, Node, NodeFault, open_node
 from emqtimerd.rounds import QUEUE_BACKOFF_CAP_SECONDS, Rounds
 from emqtimerd.timer import Cadence, Wake
-from emqtimerd.topology import open_nodes
+from emqtimerd.topology import Nodes, open_nodes
+
+T = TypeVar("T")
 
 OTHER_RUN_ID = b"b" * 40
 
@@ -532,6 +534,65 @@ def test_a_queue_that_leaves_while_it_is_swept_leaves_nothing(
 
 
 # --- other nodes --------------------------------------------------------------------------------
+
+
+class Pair(Nodes):
+    """Two nodes, and the one that has all queues."""
+
+    tended = True
+
+    def __init__(self, *nodes: Node) -> None:
+        super().__init__(nodes[0])
+        self._nodes = nodes
+        self.owner = nodes[0]
+
+    def primaries(self) -> Sequence[Node]:
+        return self._nodes
+
+    def by_node(self, items: Sequence[T], queue: Callable[[T], str]) -> list[tuple[Node, list[T]]]:
+        del queue  # one has them all
+        return [(self.owner, list(items))]
+
+    def tend(self) -> None:
+        for node in self._nodes:
+            with suppress(NodeFault), node.link():
+                pass
+
+
+def test_a_node_whose_last_queue_moved_away_while_it_was_down_is_up_again(
+    stub: Stub, clock: Clock
+) -> None:
+    """Who has queues is told of by their sweeps, who has none by the look-after: also from the
+    moment on when the last one has gone. Else it is down for ever, and the daemon not ready."""
+    with Stub() as other, ExitStack() as stack:
+        settings = Settings.model_validate({"node": {"url": stub.url}, "queues": ["orders"]})
+        nodes = Pair(*(open_node(settings_of(each.url)) for each in (stub, other)))
+        for node in nodes.primaries():
+            stack.callback(node.close)
+        ledger = Ledger()
+        rounds = Rounds(nodes, ledger, Chronicle(cast("Log", Book())), lambda: False)
+        ledger.set_queues(["orders"])
+        rounds.configure(settings, ["orders"])
+
+        def up() -> list[bool]:
+            rounds.tend()
+            rounds.run("promote", ["orders"])
+            return [node.up for node in ledger.overview().nodes]
+
+        assert up() == [True, True]
+        stub.on("EMQ.VERSION", error("LOADING"))
+        stub.hang_up()
+        assert up() == [False, True]
+        nodes.owner = nodes.primaries()[1]
+        nodes.on_change({})
+        assert up() == [False, True]
+        stub.heal()
+        clock.ahead += 2 * BACKOFF_CAP_SECONDS
+        assert up() == [True, True]
+
+
+def settings_of(url: str) -> NodeSettings:
+    return Settings.model_validate({"node": {"url": url}}).node
 
 
 def test_rounds_that_were_left_send_nothing_and_only_count(

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -88,14 +87,13 @@ class Hand:
     ) -> None:
         self.servers = stack.enter_context(servers)
         self._aside = stack.enter_context(ThreadPoolExecutor(1, "hand-aside"))
-        self.lacking = frozenset(lacking)
         self.networks: dict[str, Network] = {}
         self.clocks: dict[str, Clock] = {}
         for number, name in enumerate(DAEMONS, start=1):
             (place / name).mkdir()
-            if "wire" not in self.lacking:
+            if "wire" not in lacking:
                 self.networks[name] = stack.enter_context(contextlib.closing(Network(number)))
-            if "clock" not in self.lacking:
+            if "clock" not in lacking:
                 self.clocks[name] = Clock(place / name)
         self.proxies = {
             # A daemon's is where its wire leads to.
@@ -134,30 +132,22 @@ class Hand:
 
     def play(self, step: Step) -> None:
         """Break it, hold it, mend it, and wait until both daemons are ready again."""
-        if not self._can(step):
-            return
-        beside = step.beside if step.beside and self._can(step.beside) else None
-        step = replace(step, beside=beside)
         time.sleep(step.pause_seconds)
         self.say(str(step))
         self.watch.calm(None)
         with self._fault(step):
-            if step.kind in GROUPS["pair"] and not beside:
+            if step.kind in GROUPS["pair"] and not step.beside:
                 # Another primary works from now on; the rest is about its replica.
                 self.await_ready()
-            if beside:
+            if step.beside:
                 time.sleep(step.hold_seconds / 2)
-                with self._fault(beside):
-                    time.sleep(beside.hold_seconds)
+                with self._fault(step.beside):
+                    time.sleep(step.beside.hold_seconds)
                 time.sleep(step.hold_seconds / 2)
             else:
                 time.sleep(step.hold_seconds)
         self.servers.await_whole()
         self.await_ready()
-
-    def _can(self, step: Step) -> bool:
-        kinds = [kind for group in self.lacking for kind in GROUPS[group]]
-        return step.kind not in kinds
 
     def await_ready(self) -> None:
         """Wait until both daemons are ready; the watch goes on looking after that."""

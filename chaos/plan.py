@@ -78,27 +78,33 @@ def kinds_of(servers: str) -> list[str]:
 
 
 def plan(
-    seed: int, backlogs: int, servers: str = "alone", only: Sequence[str] = ()
+    seed: int,
+    backlogs: int,
+    servers: str = "alone",
+    only: Sequence[str] = (),
+    lacking: Sequence[str] = (),
 ) -> Iterator[Step]:
     """What is to be done: all kinds in a random order, then all again, and so on; or `only` some
-    kinds, and nothing beside them."""
+    kinds, and nothing beside them. What the groups of `lacking` would do is left out."""
     chance = random.Random(seed)
     groups = {name: kinds for name, kinds in GROUPS.items() if name not in IMPOSSIBLE[servers]}
+    left_out = {kind for group in lacking for kind in GROUPS[group]}
     deck = list(only) or kinds_of(servers)
-    while True:
+    while set(deck) - left_out:
         chance.shuffle(deck)
         for kind in deck:
             step = _step(chance, kind, servers)
             group = next(name for name, kinds in groups.items() if kind in kinds)
             if group in BESIDE and not only and chance.random() < BESIDE_SHARE:
                 beside = [name for name in BESIDE[group] if name in groups]
-                other = chance.choice(groups[chance.choice(beside)])
-                step = replace(step, beside=_step(chance, other, servers))
+                other = _step(chance, chance.choice(groups[chance.choice(beside)]), servers)
+                step = replace(step, beside=None if other.kind in left_out else other)
             if kind == "backlog":
                 backlogs -= 1
                 if backlogs < 0:
                     continue
-            yield step
+            if kind not in left_out:
+                yield step
 
 
 def lines_of(servers: str) -> Sequence[str]:

@@ -37,7 +37,7 @@ def storm(seconds: float, seed: int, servers: str, only: Sequence[str] = ()) -> 
         try:
             hand.await_ready()
             backlogs = max(int(seconds / BACKLOG_EVERY_SECONDS), 1)
-            for number, step in enumerate(plan(seed, backlogs, servers, only)):
+            for number, step in enumerate(plan(seed, backlogs, servers, only, lacking)):
                 # What was asked for by name comes once at least.
                 if number >= len(only) and time.monotonic() - hand.began > seconds:
                     break

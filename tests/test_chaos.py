@@ -132,6 +132,17 @@ def test_some_kinds_alone() -> None:
     assert not any(step.beside for step in steps)
 
 
+def test_what_a_machine_cannot_do_is_left_out_of_the_same_schedule() -> None:
+    """Without networks of its own, a run does all the rest that its seed says; if there is no
+    rest, nothing."""
+    whole = list(islice(plan(1, 1, "cluster"), 60))
+    rest = [step for step in whole if not step.kind.startswith("wire")]
+    without = list(islice(plan(1, 1, "cluster", (), ["wire"]), len(rest)))
+    assert [(step.kind, step.luck) for step in without] == [(s.kind, s.luck) for s in rest]
+    assert not any(step.beside and step.beside.kind.startswith("wire") for step in without)
+    assert list(plan(1, 1, "alone", ["wire-cut"], ["wire"])) == []
+
+
 # --- networks and clocks ------------------------------------------------------------------------
 
 

@@ -155,6 +155,16 @@ def test_networks_can_be_cut_and_mended() -> None:
     assert sorted(Path("/sys/class/net").iterdir()) == before
 
 
+def test_what_is_missing_on_a_machine_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without `ip` no networks, without a C compiler no clocks: the run goes on without them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "iproute2" in network.missing()
+    with pytest.raises(OSError, match="cc"):
+        Clock(tmp_path)
+
+
 def test_a_clock_is_set_and_no_other(tmp_path: Path) -> None:
     """The wall clock of one process goes ahead and back; it sleeps as long as before."""
     clock = Clock(tmp_path)

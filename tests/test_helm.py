@@ -230,6 +230,7 @@ def test_kubernetes_takes_every_manifest(case: str, version: str, helm: Helm) ->
             schemas.validate(manifest, version, strict=True)
 
 
+@pytest.mark.slow
 def test_the_prometheus_operator_takes_what_is_made_for_it(helm: Helm) -> None:
     """One test, since the operator's types take seconds to load."""
     operator = needed(

@@ -9,6 +9,7 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stub import Stub
 from emqtimerd.config import Settings, load
 from emqtimerd.devnode import DevNode
 from emqtimerd.devnode.node import _free_port
-from emqtimerd.node import Node, Unreachable, open_node
+from emqtimerd.node import BackingOff, Node, Unreachable, open_node
 from emqtimerd.once import sweep_once
 from emqtimerd.topology import open_nodes
 
@@ -245,6 +246,38 @@ def test_a_server_may_want_a_certificate_of_its_clients(
     certificate, key = files(stranger, "client")
     wrong = {**tls, "cert_file": certificate, "key_file": key}
     refusal(node_of(url, tls=wrong))
+
+
+def test_certificates_are_renewed_under_an_open_node(
+    start_tls: Callable[..., int], authority: Authority, stranger: Authority, tmp_path: Path
+) -> None:
+    """Their files are read with each connection, as the password's is."""
+    url = f"rediss://127.0.0.1:{start_tls(clients='yes')}"
+    tls = {name: str(tmp_path / name) for name in ("ca_file", "cert_file", "key_file")}
+
+    def put(issuer: Authority, own: Authority) -> None:
+        for target, source in zip(tls.values(), (issuer.file, *files(own, "client")), strict=True):
+            shutil.copy(source, target)
+
+    def connects() -> bool | None:
+        """Whether another connection comes about; None while none is tried."""
+        try:
+            with node.link():
+                return True
+        except BackingOff:
+            return None
+        except Unreachable:
+            return False
+
+    put(authority, authority)
+    node = node_of(url, tls=tls)
+    # A link that is open keeps its connection, so that the next one needs another.
+    with closing(node), node.link():
+        for issuer, own in ((authority, stranger), (stranger, authority)):
+            put(issuer, own)
+            wait_until(lambda: connects() is False, "the new file is refused")
+        put(authority, authority)
+        wait_until(connects, "the new files are taken")
 
 
 # --- Sentinel and Cluster -----------------------------------------------------------------------

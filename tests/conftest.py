@@ -98,7 +98,7 @@ def processes_with_mark(mark: str) -> list[str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             marked = mark.encode() in (entry / "environ").read_bytes()
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # ended meanwhile, or another user's
         if marked and entry.name != str(os.getpid()):

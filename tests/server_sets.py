@@ -83,11 +83,21 @@ def resolve_test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
+def need_ipv6() -> None:
+    """Skip a test on a machine without IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+
 class Servers:
     """Some servers of a test. They listen at 127.0.0.1 for the test, and may know each other by
     another address."""
 
     def __init__(self, directory: Path, *, kind: str = "valkey-9", host: str = "127.0.0.1") -> None:
+        if host == "::1":
+            need_ipv6()
         self.host = host
         """Where the servers are for each other."""
         self.nodes: list[DevNode] = []

@@ -21,6 +21,7 @@ from server_sets import (
     Sentinels,
     ask,
     lease,
+    need_ipv6,
     pending,
     resolve_test_names,
     schedule,
@@ -685,6 +686,7 @@ def slots_of(host: bytes, port: int) -> Any:
 
 def test_a_server_at_an_ipv6_address(start_node: Callable[..., DevNode]) -> None:
     """Its address has brackets wherever it is written."""
+    need_ipv6()
     server = start_node(extra_args=("--bind", "127.0.0.1", "::1"))
     url = f"redis://[::1]:{server.port}/0"
     with connect(server) as client:

@@ -20,6 +20,7 @@ from stub import (
     HANG_UP,
     RUN_ID,
     SILENCE,
+    TOKENS,
     Answer,
     Stub,
     array,
@@ -586,7 +587,7 @@ def test_a_node_whose_last_queue_moved_away_while_it_was_down_is_up_again(
         nodes.owner = nodes.primaries()[1]
         nodes.on_change({})
         assert up() == [False, True]
-        stub.heal()
+        stub.on("EMQ.VERSION", bulk(TOKENS))
         clock.ahead += 2 * BACKOFF_CAP_SECONDS
         assert up() == [True, True]
 

@@ -253,7 +253,7 @@ class Daemon:
             if not self._work.timer.is_alive():
                 return "the scheduler's thread has died"
             if not self._http.running:
-                return "the HTTP server's thread has died"
+                return f"the HTTP server's thread has died: {self._http.failure!r}"
             self._former = [work for work in self._former if not work.timer.wait_idle(0)]
             if self._ledger.beat_age() <= self._beat_patience():
                 self._notifier.alive()

@@ -1,5 +1,6 @@
 """The web server: each answer by its path, and a server that clients cannot hold up."""
 
+import errno
 import gzip
 import http.client
 import json
@@ -441,6 +442,21 @@ def test_a_port_in_use_is_a_clear_error(server: HttpServer, ledger: Ledger) -> N
     assert f"127.0.0.1:{server.port}" in message
     assert "http.listen" in message
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EADDRINUSE, "[::1]:80: another process does already"),
+        (errno.EACCES, "[::1]:80: permission denied; ports below 1024 need a privilege"),
+        (errno.ENODEV, "[::1]:80: No such device"),
+    ],
+)
+def test_why_nobody_can_listen_there(number: int, words: str) -> None:
+    """Address, reason, and what to do where that is known."""
+    error = web._cannot_listen(("::1", 80), OSError(number, os.strerror(number)))
+    assert words in str(error)
+    assert isinstance(error, PortInUse) is (number == errno.EADDRINUSE)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "2001:db8::1"])

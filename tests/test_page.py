@@ -174,6 +174,26 @@ def test_a_node_that_is_down_is_not_the_trouble_of_each_queue(ledger: Ledger) ->
     assert "orders promotion failing" not in text
 
 
+def test_a_node_that_was_never_reached_says_so(ledger: Ledger) -> None:
+    """Neither up nor down for any time."""
+    ledger.set_nodes([NODE, "new:6379"])
+    assert "new:6379 not reached yet" in text_of(ledger)
+
+
+def test_a_spared_mass_expiry_is_marked(ledger: Ledger) -> None:
+    """Beside the queue, as long as its last check was lenient."""
+    ledger.guard("orders", raised=True)
+    assert "orders mass expiry spared" in text_of(ledger)
+    ledger.guard("orders", raised=False)
+    assert "mass expiry" not in text_of(ledger)
+
+
+def test_a_daemon_that_waits_for_queues_says_so(ledger: Ledger) -> None:
+    """Discovery has found nothing yet, and that is no trouble."""
+    ledger.set_queues([])
+    assert "No queue is configured or was discovered yet." in text_of(ledger)
+
+
 def test_a_part_of_the_queues_is_named(ledger: Ledger) -> None:
     """A replica that has a share of the work says which."""
     ledger.set_shard(1, 3)

@@ -306,8 +306,10 @@ class LedgerCollector(Collector):
             "emqtimerd_queues", "Queues that this daemon sweeps.", overview.queues
         )
         index, count = overview.shard
-        yield GaugeMetricFamily(
-            "emqtimerd_shard_index", "Which part of the queues this daemon has, from 0 on.", index
+        yield InfoMetricFamily(
+            "emqtimerd_shard",
+            "Which part of the queues this daemon has, from 0 on, and of how many.",
+            value={"index": str(index), "count": str(count)},
         )
         yield GaugeMetricFamily(
             "emqtimerd_shard_count", "Parts that the queues are shared out to.", count

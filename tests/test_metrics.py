@@ -67,7 +67,7 @@ OTHERS = {
     "emqtimerd_node_info": "info",
     "emqtimerd_queues": "gauge",
     "emqtimerd_config_last_reload_successful": "gauge",
-    "emqtimerd_shard_index": "gauge",
+    "emqtimerd_shard_info": "info",
     "emqtimerd_shard_count": "gauge",
     "emqtimerd_build_info": "info",
 }
@@ -235,7 +235,7 @@ def test_what_happened_is_what_is_shown(busy: Ledger) -> None:
         ),
         (2, "emqtimerd_queues", {}),
         (0, "emqtimerd_config_last_reload_successful", {}),
-        (2, "emqtimerd_shard_index", {}),
+        (1, "emqtimerd_shard_info", {"index": "2", "count": "3"}),
         (3, "emqtimerd_shard_count", {}),
         (1, "emqtimerd_build_info", {"version": __version__}),
         (0, "emqtimerd_promotion_lateness_seconds_bucket", {"le": "0.0025"}),

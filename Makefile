@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench soak chaos sanitize clean packages
+.PHONY: help demo test lint bench soak chaos sanitize wheels clean packages
 
 # Name another Python with `make test PYTHON=python3.13`; each one named gets an environment of its own.
 VENV ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
@@ -63,14 +63,17 @@ sanitize: packages $(READY) $(SANITIZE)/jobcore.so $(SANITIZE)/dlopen.so ## run 
 	if ls $(SANITIZE)/reports/* >/dev/null 2>&1; then cat $(SANITIZE)/reports/*; exit 1; fi; \
 	exit $$status
 
+wheels: $(READY) ## make the packages of a release, in dist/: source, x86_64, aarch64 (tried under QEMU)
+	@.ci/wheels $(BIN)/python
+
 clean: ## remove all that the other targets made, environments included
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(CORE).so
 	find emqtimerd tests bench chaos -name __pycache__ -prune -exec rm -rf {} +
 
-# What judges the conformance suite, the page, the alerts and the units. Does nothing where it is
-# installed or cannot be.
+# What judges the conformance suite, the page, the alerts, the units and the completion. Does nothing
+# where it is installed or cannot be.
 packages:
-	@.ci/packages redis-server chromium prometheus systemd faketime
+	@.ci/packages redis-server chromium prometheus systemd faketime zsh fish
 
 $(READY): pyproject.toml setup.py
 	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \

@@ -35,12 +35,14 @@ class CompilerError(Exception):
 
 
 def compile_jobcore(target: Path) -> None:
-    """Compile the job core to `target`, with $CC or else the first of cc, gcc and clang that can.
+    """Compile the job core to `target`, with $CC or, if none is named, the first of cc, gcc and
+    clang that can.
 
-    $CFLAGS and $LDFLAGS come last, as distributions and cross builds expect.
+    A compiler that is named has no stand-in: it may be meant for another processor. $CFLAGS and
+    $LDFLAGS come last, as distributions and cross builds expect.
     """
     chosen = shlex.split(os.environ.get("CC", ""))
-    compilers = [*([chosen] if chosen else []), ["cc"], ["gcc"], ["clang"]]
+    compilers = [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]
     extra = shlex.split(f"{os.environ.get('CFLAGS', '')} {os.environ.get('LDFLAGS', '')}")
     target.parent.mkdir(parents=True, exist_ok=True)
     # Renamed into place: a server that runs from the old file keeps it.

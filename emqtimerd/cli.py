@@ -176,6 +176,7 @@ def once(
         str | None,
         typer.Option(
             parser=_verb,
+            autocompletion=lambda: ["promote", "stalled-check"],
             metavar="VERB",
             help="Send only this verb: promote or stalled-check.",
             show_default="both",

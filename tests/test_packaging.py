@@ -1,20 +1,30 @@
 """The packages: what is in them, and how the job core gets into them, or does not."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sandbox import missing
 
 from emqtimerd.devnode import COMPILER_ADVICE
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "emqtimerd/devnode/jobcore"
+
+# What each shell completes, said without its colours and descriptions.
+COMPLETIONS = {
+    "emqtimerd ": {"run", "once", "check", "config", "devnode", "demo"},
+    "emqtimerd once --verb ": {"promote", "stalled-check"},
+    "emqtimerd run --conf": {"--config"},
+}
 
 # The backend that pip calls, without pip's separate environment, which would need the network.
 BUILD = (
@@ -84,13 +94,11 @@ def test_without_a_compiler_the_rest_is_built_and_the_advice_is_said_twice(
     if compiler == "broken":
         (tools / "gcc").write_text("#!/bin/sh\necho stdint.h: not there >&2\nexit 1\n")
         (tools / "gcc").chmod(0o755)
-    wheel, said = build(
-        "wheel", checkout, tmp_path / "wheel", PATH=str(tools), CC="/nonexistent/cc"
-    )
+    wheel, said = build("wheel", checkout, tmp_path / "wheel", PATH=str(tools), CC="")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert f"{CORE}.so" not in names(wheel)
     assert COMPILER_ADVICE in said
-    assert "/nonexistent/cc: No such file or directory" in said
+    assert "cc: No such file or directory" in said
     assert ("stdint.h: not there" in said) == (compiler == "broken")
 
     with zipfile.ZipFile(wheel) as file:
@@ -123,6 +131,15 @@ def test_a_job_core_that_cannot_be_built_anew_does_not_stay_in_its_old_form(
     assert not module.exists()
 
 
+def test_a_compiler_that_is_named_and_missing_has_no_stand_in(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """Else a wheel for one processor would carry a job core for another."""
+    wheel, said = build("wheel", checkout, tmp_path / "wheel", CC="aarch64-no-such-gcc")
+    assert f"{CORE}.so" not in names(wheel)
+    assert "aarch64-no-such-gcc: No such file or directory" in said
+
+
 def test_cc_may_carry_arguments_and_cflags_come_last(checkout: Path, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     compiler = tmp_path / "compiler"
@@ -132,3 +149,86 @@ def test_cc_may_carry_arguments_and_cflags_come_last(checkout: Path, tmp_path: P
     words = seen.read_text().split()
     assert words[0] == "-g0"
     assert words.index("-O2") < words.index("-DX=1") < words.index("-s")
+
+
+# --- completion ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def completion(tmp_path: Path) -> Callable[[str], Path]:
+    """Makes the file of a shell by the documented line."""
+    text = (ROOT / "docs" / "packaging.md").read_text()
+    program = tmp_path / "bin" / "emqtimerd"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nfrom emqtimerd.__main__ import main\nmain()\n")
+    program.chmod(0o755)
+
+    def make(shell: str) -> Path:
+        if shutil.which(shell) is None:
+            missing(f"{shell} is not here: apt-get install {shell}")
+        (line,) = re.findall(rf"^    (.*source_{shell} .*)$", text, re.MULTILINE)
+        command, _, target = line.rpartition(" > /usr/share/")
+        file = tmp_path / Path(target).name
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], env=shell_environment(file), capture_output=True, check=True
+        )
+        file.write_bytes(done.stdout)
+        return file
+
+    return make
+
+
+def shell_environment(file: Path) -> dict[str, str]:
+    """Where the program is, and a home without anybody's settings."""
+    home = {"HOME": str(file.parent), "XDG_CONFIG_HOME": str(file.parent), "TERM": "dumb"}
+    return os.environ | home | {"PATH": f"{file.parent}/bin:{os.environ['PATH']}"}
+
+
+def ask_shell(shell: str, script: str, file: Path) -> str:
+    done = subprocess.run(
+        [shell, *(["-f"] if shell == "zsh" else []), "-c", script],
+        env=shell_environment(file),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,  # for zsh, which waits for words on its terminal
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_bash_completes(completion: Callable[[str], Path]) -> None:
+    file = completion("bash")
+    for line, wanted in COMPLETIONS.items():
+        words = line.split(" ")
+        script = (
+            f"source {file}\nCOMP_WORDS=({' '.join(words)} ) COMP_CWORD={len(words) - 1}\n"
+            "_emqtimerd_completion emqtimerd\nprintf '%s\\n' \"${COMPREPLY[@]}\""
+        )
+        assert set(ask_shell("bash", script, file).split()) == wanted
+
+
+def test_fish_completes(completion: Callable[[str], Path]) -> None:
+    file = completion("fish")
+    for line, wanted in COMPLETIONS.items():
+        found = ask_shell("fish", f"source {file}; complete -C'{line}'", file)
+        assert {entry.split("\t")[0] for entry in found.splitlines()} == wanted
+
+
+def test_zsh_completes_at_the_first_key(completion: Callable[[str], Path]) -> None:
+    """In a terminal, since zsh completes nowhere else: each line in a shell that is new."""
+    file = completion("zsh")
+    for line, wanted in COMPLETIONS.items():
+        # Sorted as zsh shows them. What is not shown is waited for in vain.
+        last = max(wanted)
+        script = f"""
+            zmodload zsh/zpty
+            zpty shell zsh -f -i
+            zpty -w shell 'fpath=({file.parent} $fpath); autoload -Uz compinit; compinit -u -D'
+            zpty -w shell 'PS1= LISTMAX=1000; print -r -- REA''DY'
+            zpty -r -m shell before '*READY*'
+            zpty -w -n shell $'{line}\t'
+            zpty -r -m shell seen '*[^a-z]{last}[^a-z]*'
+            print -r -- "$seen"
+        """
+        assert wanted <= set(re.findall(r"[\w-]+", ask_shell("zsh", script, file)))

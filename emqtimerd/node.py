@@ -292,6 +292,7 @@ class Node:
         self._failed_at = float("-inf")
         self._retry_at = 0.0
         self._last_fault: NodeFault | None = None
+        self._untold: NodeFault | None = None
         self._returns: list[_Return] = []
 
     @contextlib.contextmanager
@@ -332,6 +333,22 @@ class Node:
     def run_id(self) -> str | None:
         """The server process that was there last; None if none was ever seen."""
         return self.identity.run_id if self.identity else self._predecessor
+
+    def look(self) -> None:
+        """See to it that there is a connection. What is wrong is told to who wants to work next:
+        by the pause alone he would take it for old."""
+        try:
+            with self.link():
+                pass
+        except NotTried:
+            pass
+        except NodeFault as fault:
+            self._untold = fault
+
+    def untold(self) -> NodeFault | None:
+        """Return, once, what `look` found wrong."""
+        fault, self._untold = self._untold, None
+        return fault
 
     def fault(self) -> BackingOff | None:
         """Say what is wrong with the node as far as is known, without trying it.
@@ -382,6 +399,8 @@ class Node:
             generation = self._generation
             wait = self._retry_at - time.monotonic()
             if self._last_fault and wait > 0:
+                if untold := self.untold():
+                    raise untold
                 raise BackingOff(self._last_fault) from self._last_fault
             try:
                 link, identity = self._open()
@@ -405,6 +424,7 @@ class Node:
             return link
 
     def _works(self) -> None:
+        self._untold = None
         self._failures = 0
         self._failing_since = None
         self._last_fault = self._lost = None

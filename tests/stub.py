@@ -1,7 +1,7 @@
 """A scripted RESP server: it answers each verb as told, late, in drips, in part or not at all.
 
-Unscripted it is a healthy, idle EMQ node. It keeps every command that arrived, so that a test can
-count what was really sent.
+Unscripted it is a healthy EMQ node, idle unless it is given work. It keeps every command that
+arrived and counts the jobs that it moved, so that a test can tell what was really sent and done.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 TOKENS = (
     b"enqueue claim claim.pause extend extends complete.flat schedule promote reschedule delay "
@@ -23,6 +24,8 @@ TOKENS = (
 )
 BRAND = b"echomq:6.0.0"
 RUN_ID = b"a" * 40
+LONG_AGO = b"1000000000000"
+"""When the jobs that the server was given were due: in 2001."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Answer:
     """Close the connection after the bytes."""
     queued: bool = False
     """Inside MULTI, answer so at once instead of QUEUED: the command is refused there."""
+
+
+Spoiler: TypeAlias = Callable[[Answer], Answer]
+"""Makes another answer of the one that a healthy server gives after it has done its work."""
 
 
 def simple(text: str) -> Answer:
@@ -105,10 +112,13 @@ class Arrival:
 class _Rule:
     verb: str
     word: bytes
-    answers: list[Answer]
+    answers: list[Answer | Spoiler]
+    lasting: bool
 
-    def take(self, arrival: Arrival) -> Answer | None:
-        if arrival.verb != self.verb or not any(self.word in word for word in arrival.words):
+    def take(self, arrival: Arrival) -> Answer | Spoiler | None:
+        if self.verb not in ("*", arrival.verb):
+            return None
+        if not any(self.word in word for word in arrival.words):
             return None
         # The last answer stands for all further arrivals.
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -118,7 +128,7 @@ class _Rule:
 class _Client:
     number: int
     socket: socket.socket
-    transaction: list[Answer] | None = None
+    transaction: list[tuple[Arrival, Answer | Spoiler | None]] | None = None
     spoilt: bool = False
     mute: bool = False
     unread: bytearray = field(default_factory=bytearray)
@@ -130,15 +140,20 @@ class Stub:
     def __init__(self, unix: Path | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.arrivals: list[Arrival] = []
         self.connections = 0
+        self.owed: Counter[bytes] = Counter()
+        """How many jobs of a set (by its key) are due or expired."""
+        self.moved: Counter[bytes] = Counter()
+        """How many jobs the verbs have moved out of it."""
         self._tls = tls
         self._rules: list[_Rule] = []
         self._lock = threading.Lock()
         self._clients: list[_Client] = []
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
+        self._acceptor: threading.Thread | None = None
         if unix is None:
             self._listener = socket.create_server(("127.0.0.1", 0))
-            self.port = self._listener.getsockname()[1]
+            self.port: int = self._listener.getsockname()[1]
             self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}/0"
         else:
             self._listener = socket.socket(socket.AF_UNIX)
@@ -146,13 +161,24 @@ class Stub:
             self._listener.listen()
             self.url = f"unix://{unix}"
 
-    def on(self, verb: str, *answers: Answer, word: bytes = b"") -> None:
-        """Answer a verb so, one answer an arrival, the last one for ever.
+    def on(
+        self, verb: str, *answers: Answer | Spoiler, word: bytes = b"", lasting: bool = False
+    ) -> None:
+        """Answer a verb (`*` is any) so, one answer an arrival, the last one for ever.
 
-        With `word`, only where one of the command's words holds it. The newest rule counts.
+        With `word`, only where one of the command's words holds it. The newest rule counts, and
+        each until `heal` unless it is a lasting one.
         """
         with self._lock:
-            self._rules.insert(0, _Rule(verb, word, list(answers)))
+            self._rules.insert(0, _Rule(verb, word, list(answers), lasting))
+
+    def heal(self) -> None:
+        """Be healthy again."""
+        with self._lock:
+            self._rules = [rule for rule in self._rules if rule.lasting]
+        if self._acceptor is None:
+            self._listener = socket.create_server(("127.0.0.1", self.port))
+            self._acceptor = self._spawn(self._accept)
 
     def count(self, verb: str, word: bytes = b"") -> int:
         """How many commands of a verb arrived."""
@@ -197,9 +223,12 @@ class Stub:
     def stop_listening(self) -> None:
         """Refuse further connections."""
         _shut(self._listener)
+        if self._acceptor:
+            self._acceptor.join()
+            self._acceptor = None
 
     def __enter__(self) -> Self:
-        self._spawn(self._accept)
+        self._acceptor = self._spawn(self._accept)
         return self
 
     def __exit__(
@@ -215,10 +244,12 @@ class Stub:
         for thread in self._threads:
             thread.join(5)
 
-    def _spawn(self, work: Callable[[], None]) -> None:
+    def _spawn(self, work: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=work, name="stub", daemon=True)
-        self._threads.append(thread)
+        self._threads = [each for each in self._threads if each.is_alive()]
         thread.start()
+        self._threads.append(thread)
+        return thread
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -250,11 +281,15 @@ class Stub:
                     self.arrivals.append(arrival)
                 if not self._send(client, self._answer(client, arrival)):
                     _shut(client.socket)
-                    return
+                    break
+        with self._lock:
+            if client in self._clients:
+                self._clients.remove(client)
 
     def _answer(self, client: _Client, arrival: Arrival) -> Answer:
-        answer = self._scripted(arrival)
+        scripted = self._rule(arrival)
         if client.transaction is None:
+            answer = self._done(arrival, scripted)
             if arrival.verb == "MULTI" and answer.data == b"+OK\r\n":
                 client.transaction, client.spoilt = [], False
             return answer
@@ -262,18 +297,47 @@ class Stub:
             queued, client.transaction = client.transaction, None
             if client.spoilt:
                 return error("EXECABORT Transaction discarded because of previous errors.")
-            scripted = self._rule(arrival)
-            return scripted or _together(queued)
-        if answer.queued:
+            if isinstance(scripted, Answer):
+                return scripted
+            together = _together([self._done(*each) for each in queued])
+            return scripted(together) if scripted else together
+        if isinstance(scripted, Answer) and scripted.queued:
             client.spoilt = True
-            return answer
-        client.transaction.append(answer)
+            return scripted
+        client.transaction.append((arrival, scripted))
         return simple("QUEUED")
 
-    def _scripted(self, arrival: Arrival) -> Answer:
-        return self._rule(arrival) or _healthy(arrival)
+    def _done(self, arrival: Arrival, scripted: Answer | Spoiler | None) -> Answer:
+        """Do what is asked unless something else is scripted, and say what is to be said."""
+        if isinstance(scripted, Answer):
+            return scripted
+        with self._lock:
+            healthy = self._work(arrival) or _healthy(arrival)
+        return scripted(healthy) if scripted else healthy
 
-    def _rule(self, arrival: Arrival) -> Answer | None:
+    def _work(self, arrival: Arrival) -> Answer | None:
+        """What a queue with jobs answers; None where there are none."""
+        match arrival.verb, arrival.words:
+            case "ZRANGE", [_, key, *_] if self.owed[key]:
+                return ids(self._jobs(key, 1)[0], LONG_AGO)
+            case "EVAL_RO", [_, _, _, key, _, limit, _] if self.owed[key]:
+                jobs = self._jobs(key, int(limit))
+                listed = [part for job in jobs for part in (bulk(job), bulk(LONG_AGO), NIL)]
+                counts = (integer(0), integer(0), integer(self.owed[key]))
+                return array(bulk(RUN_ID), *counts, *listed)
+            case "EMQ.PROMOTE" | "EMQ.STALLED.CHECK", [_, _, key, *_, limit] if self.owed[key]:
+                jobs = self._jobs(key, int(limit))
+                self.owed[key] -= len(jobs)
+                self.moved[key] += len(jobs)
+                promotes = arrival.verb == "EMQ.PROMOTE"
+                return integer(len(jobs)) if promotes else array(ids(*jobs), array())
+        return None
+
+    def _jobs(self, key: bytes, limit: int) -> list[bytes]:
+        first = self.moved[key]
+        return [b"JOB%06d" % (first + n) for n in range(min(limit, self.owed[key]))]
+
+    def _rule(self, arrival: Arrival) -> Answer | Spoiler | None:
         with self._lock:
             for rule in self._rules:
                 answer = rule.take(arrival)

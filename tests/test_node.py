@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -569,6 +570,75 @@ def test_an_error_text_of_any_bytes_is_read(stub: Stub, open_to: Callable[..., N
     assert str(reply).isprintable()
 
 
+class Tape:
+    """In place of a socket: what the server says, in these pieces, and then silence or the end."""
+
+    def __init__(self, pieces: list[bytes], ends: bool) -> None:
+        self._pieces = list(pieces)
+        self._ends = ends
+        self._sock = self  # it is the connection too
+
+    def settimeout(self, seconds: float) -> None:
+        assert 0 < seconds <= 5
+
+    def sendall(self, data: bytes) -> None:
+        pass
+
+    def recv(self, _: int) -> bytes:
+        if self._pieces:
+            return self._pieces.pop(0)
+        if self._ends:
+            return b""
+        raise TimeoutError
+
+    def disconnect(self) -> None:
+        pass
+
+
+def heard(pieces: list[bytes], count: int, ends: bool) -> tuple[str, str]:
+    """What an exchange makes of what the server says: how it went, and the replies."""
+    link = Link("here", Tape(pieces, ends))  # type: ignore[arg-type]
+    try:
+        replies, code = link.exchange(PING, count, time.monotonic() + 5), "ok"
+        assert len(replies) == count
+    except Lost as lost:
+        replies, code = lost.replies, lost.code
+    return code, repr(replies)
+
+
+# Bytes that are nearly a protocol: all its types, both protocols', with lengths that may be wrong.
+NEARLY = st.lists(
+    st.one_of(
+        st.binary(max_size=6),
+        st.sampled_from([b"\r\n", b"*-1\r\n", b"$-1\r\n", b"_\r\n", b"#t\r\n", b",nan\r\n"]),
+        st.builds(
+            lambda kind, number: b"%b%d\r\n" % (kind, number),
+            st.sampled_from([b":", b"*", b"$", b"%", b"~", b">", b"(", b"=", b"!", b"|", b","]),
+            st.integers(-2, 4) | st.integers(),
+        ),
+        st.builds(lambda text: b"$%d\r\n%b\r\n" % (len(text), text), st.binary(max_size=6)),
+        st.builds(
+            lambda kind, text: kind + text + b"\r\n",
+            st.sampled_from([b"+", b"-"]),
+            st.binary(max_size=6),
+        ),
+    ),
+    max_size=12,
+).map(b"".join)
+
+
+@given(NEARLY, st.lists(st.integers(1, 100), max_size=8), st.integers(1, 5), st.booleans())
+def test_any_bytes_in_any_pieces_are_replies_or_a_loss(
+    data: bytes, cuts: list[int], count: int, ends: bool
+) -> None:
+    """Case "Errors that are not RedisError": no other exception, and the pieces do not matter, but
+    that a reply too many is seen only if it comes with the last one."""
+    at = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
+    pieces = [data[a:b] for a, b in pairwise(at) if b > a]
+    whole, split = heard([data] if data else [], count, ends), heard(pieces, count, ends)
+    assert whole in (split, ("shape", "[]"))
+
+
 ASTRAY = ("READONLY", "MASTERDOWN", "LOADING", "NOAUTH")
 AT_HOME = ("BUSY", "OOM", "MISCONF", "CLUSTERDOWN", "TRYAGAIN", "NOPERM", "EMQSTATE", "ERR")
 
@@ -680,6 +750,36 @@ def test_a_node_that_backs_off_says_why_and_is_not_dialled(clock: FakeTime) -> N
     assert server.dials == 1
 
 
+def test_what_a_look_finds_wrong_is_told_to_the_next_who_wants_to_work(clock: FakeTime) -> None:
+    """A fault that nobody was told of would be counted nowhere: the pause says it was tried."""
+    server = DeadServer()
+    node = Node("here", server.dial, 1)
+    node.look()
+    assert node.fault() is not None
+    for expected in (Unreachable, BackingOff):
+        with pytest.raises(Unreachable, match="nobody there") as caught:
+            handshake(node)
+        assert type(caught.value) is expected
+    node.look()
+    assert node.untold() is None
+    clock.now += nodes.BACKOFF_CAP_SECONDS
+    node.look()
+    assert (type(node.untold()), node.untold()) == (Unreachable, None)
+    assert server.dials == 2
+
+
+def test_what_a_look_found_is_no_news_of_a_node_that_works(
+    stub: Stub, open_to: Callable[..., Node], clock: FakeTime
+) -> None:
+    """It was reached since."""
+    stub.on("EMQ.VERSION", error("LOADING"), _GOOD["EMQ.VERSION"])
+    node = open_to(stub.url)
+    node.look()
+    clock.now += nodes.BACKOFF_CAP_SECONDS
+    handshake(node)
+    assert node.untold() is None
+
+
 def test_threads_that_need_a_connection_dial_one_at_a_time(clock: FakeTime) -> None:
     """A black hole costs one connect timeout, not one for each thread."""
     dialled, release = threading.Event(), threading.Event()
@@ -752,7 +852,7 @@ def test_the_grace_follows_from_all_returns(
         server = FlakyServer(Node("here", DeadServer().dial, 1), clock, patch)
         server.up = True
         handshake(server.node)
-        ends = [0 + grace]
+        ends: list[float] = [grace]
         for number, (length, quiet, restarted) in enumerate(outages):
             clock.now += quiet
             if restarted:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 from conftest import connect, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
 from stub import (
     HANG_UP,
     NIL,
@@ -32,7 +36,7 @@ from stub import (
 from emqtimerd import sweeper as sweepers
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
-from emqtimerd.node import Link, Node
+from emqtimerd.node import Identity, Link, Node
 from emqtimerd.sweeper import Sweep, SweepResult, Verb, foresee, run_round
 
 VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
@@ -608,6 +612,82 @@ def test_a_round_meant_for_one_server_process_leaves_another_alone(
     assert (result.skipped, stub.count("EMQ.STALLED.CHECK")) == (True, 0)
     result = sweep(open_to(stub.url), "stalled_check", run_id=RUN_ID.decode())
     assert (result.outcome, stub.count("EMQ.STALLED.CHECK")) == ("ok", 1)
+
+
+WHOLE: dict[Verb, list[bytes]] = {
+    "promote": [
+        ids(b"1700000000", b"250000").data,
+        ids(b"JOB1", b"5").data,
+        integer(123).data,
+        array().data,
+    ],
+    "stalled_check": [
+        ids(b"1700000000", b"250000").data,
+        simple("OK").data,
+        simple("QUEUED").data * 2,
+        array(
+            array(bulk(RUN_ID), *[integer(0)] * 3, bulk(b"JOB1"), bulk(b"5"), NIL),
+            array(ids(b"JOB1", b"JOB2"), ids(b"JOB3")),
+        ).data,
+        integer(0).data * 4,
+    ],
+}
+"""All that a server answers to a round that moves 123 jobs, and to one that moves three."""
+
+SPLICES = st.lists(
+    st.tuples(
+        st.integers(0, 400),
+        st.integers(0, 8),
+        st.binary(max_size=4)
+        | st.sampled_from([b":7\r\n", b"*0\r\n", b"-OOM\r\n", b"$-1\r\n", b"+OK\r\n", b"%1\r\n"]),
+    ),
+    max_size=3,
+)
+
+
+class Talk(Node):
+    """A node that says this on a connection of its own, and then falls silent or hangs up."""
+
+    def __init__(self, data: bytes, ends: bool) -> None:
+        # Where the end comes by itself, a busy machine may take what time it wants.
+        super().__init__("here", lambda: self.connection, 60 if ends else 0.1)
+        self.ours, theirs = socket.socketpair()
+        self.connection: Any = SimpleNamespace(_sock=theirs, disconnect=theirs.close)
+        self.ours.sendall(data)
+        if ends:
+            self.ours.shutdown(socket.SHUT_WR)
+
+    def _open(self) -> tuple[Link, Identity]:
+        return Link("here", self.connection), Identity("run", "9", "", (), 0)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@given(splices=SPLICES, ends=st.integers(0, 9).map(bool))
+def test_spoilt_replies_are_never_a_wrong_count_nor_a_hang(
+    verb: Verb, splices: list[tuple[int, int, bytes]], ends: bool
+) -> None:
+    """Bytes are lost, added and exchanged anywhere among the replies of a round: what is counted
+    stands there as such; all else is an error, or unknown, within the deadline."""
+    data = whole = b"".join(WHOLE[verb])
+    for at, length, put in splices:
+        place = at % (len(data) + 1)
+        data = data[:place] + put + data[place + length :]
+    node = Talk(data, ends)
+    started = time.monotonic()
+    result = sweep(node, verb, drain=False)
+    node.close()
+    node.ours.close()
+    assert ends or time.monotonic() - started < 2
+    if verb == "promote":
+        assert result.promoted == 0 or b":%d\r\n" % result.promoted in data
+    else:
+        # The parser does not look at the two bytes behind a string.
+        found = [bulk(job_id).data[:-2] for job_id in result.recovered + result.dead]
+        assert all(each in data for each in found)
+        assert len(result.expiries) == result.moved
+    if data == whole and ends:
+        assert (result.moved, result.outcome) == (123 if verb == "promote" else 3, "ok")
+    assert (result.outcome == "ok") is (not result.failure and not result.blocked)
 
 
 # --- what an ACL may deny -----------------------------------------------------------------------

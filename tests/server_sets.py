@@ -175,10 +175,10 @@ def start_all(nodes: Sequence[DevNode]) -> None:
         list(pool.map(DevNode.start, nodes))
 
 
-def wait_in_step(replicas: Sequence[DevNode]) -> None:
+def wait_in_step(replicas: Sequence[DevNode], password: str | None = None) -> None:
     """Wait until replicas have what their primaries have."""
     for node in replicas:
-        with connect(node) as client:
+        with connect(node, password=password) as client:
             wait_until(
                 lambda: client.info("replication")["master_link_status"] == "up",
                 "the replica is in step",
@@ -347,6 +347,7 @@ class Sentinels(Servers):
         *,
         sentinel_lines: Sequence[str] = (),
         node_arguments: Sequence[str] = (),
+        node_password: str | None = None,
         count: int = 3,
         password: str = "",
         tls: bool = False,
@@ -356,6 +357,10 @@ class Sentinels(Servers):
         self._tls = tls
         self._lines = sentinel_lines
         self._node_arguments = node_arguments
+        self._node_password = node_password
+        if node_password:
+            login = ("--requirepass", node_password, "--masterauth", node_password)
+            self._node_arguments = (*node_arguments, *login)
         self._count = count
         self.ports: list[int] = []
         self._processes: list[Process] = []
@@ -371,7 +376,7 @@ class Sentinels(Servers):
         for number in range(self._count):
             self._start_sentinel(number, primary)
         wait_until(self._agree, "the sentinels have found each other", START_SECONDS)
-        wait_in_step(self.nodes[1:])
+        wait_in_step(self.nodes[1:], self._node_password)
 
     def start_servers(self) -> int:
         """Start a primary and a replica; return the port that sentinels know the first by."""

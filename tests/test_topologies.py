@@ -874,11 +874,10 @@ def test_sentinels_have_credentials_of_their_own(tmp_path: Path) -> None:
         "sentinel sentinel-pass others-pw",
         f"sentinel auth-pass {MASTER} node-pw",
     )
-    arguments = ("--requirepass", "node-pw", "--masterauth", "node-pw")
     with Sentinels(
         tmp_path,
         sentinel_lines=lines,
-        node_arguments=arguments,
+        node_password="node-pw",
         count=1,
         password="others-pw",
     ) as sentinels:

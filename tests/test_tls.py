@@ -188,6 +188,19 @@ def test_a_certificate_that_is_not_to_be_trusted(
     assert "certificate has expired" in refusal(node_of(f"rediss://127.0.0.1:{expired}", tls=tls))
 
 
+def test_the_authority_that_is_named_is_the_only_one(
+    start_tls: Callable[..., int],
+    authority: Authority,
+    stranger: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ca_file` stands in place of the authorities that the system trusts, not beside them."""
+    monkeypatch.setenv("SSL_CERT_FILE", authority.file)
+    url = f"rediss://127.0.0.1:{start_tls()}"
+    handshake(node_of(url))
+    assert "certificate verify failed" in refusal(node_of(url, tls={"ca_file": stranger.file}))
+
+
 def test_the_name_to_check_may_be_another_than_the_host(
     start_tls: Callable[..., int], authority: Authority
 ) -> None:

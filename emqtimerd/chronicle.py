@@ -67,14 +67,20 @@ class Chronicle:
 
     # --- nodes ----------------------------------------------------------------------------------
 
-    def node_down(self, node: str, failure: Failure) -> None:
+    def node_down(self, node: str, failure: Failure, fix: str = "") -> None:
         """Tell once that a node cannot be worked on, and again when the reason changes."""
         with self._lock:
             if self._down.get(node) == failure.code:
                 return
             self._down[node] = failure.code
             self._up.discard(node)
-            self._log.error("node down", node=node, code=failure.code, reason=failure.message)
+            self._log.error(
+                "node down",
+                node=node,
+                code=failure.code,
+                reason=failure.message,
+                **({"fix": fix} if fix else {}),
+            )
 
     def node_up(self, node: str, identity: Identity) -> None:
         """Tell once that a node can be worked on."""

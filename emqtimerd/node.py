@@ -530,6 +530,10 @@ def read_identity(
     commands += [_INFO_ROLE] if primary else []
     commands += [wire.READ_BRAND] if brand else []
     _, version, info, *rest = link.exchange(commands, len(commands), time.monotonic() + timeout)
+    for reply in (info, *rest):
+        # A server says that it does not know a verb before it asks who we are.
+        if isinstance(reply, wire.ReplyError) and reply.code == "NOAUTH":
+            raise _handshake_fault(node, "EMQ.VERSION", reply) from reply
     if primary:
         _check_role(node, rest.pop(0))
     tokens = _read_tokens(node, version)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emqtimerd.chronicle import Chronicle
-from emqtimerd.config import QueueSettings, Settings
+from emqtimerd.config import NodeSettings, QueueSettings, Settings
 from emqtimerd.ledger import Ledger
 from emqtimerd.node import Node, NodeFault
 from emqtimerd.sweeper import (
@@ -32,6 +32,7 @@ from emqtimerd.sweeper import (
 )
 from emqtimerd.timer import Cadence, Wake
 from emqtimerd.topology import Nodes
+from emqtimerd.verdict import fix as fix_of
 
 SLICE_SECONDS = 0.25
 """How long one round drains before it gives its thread back: a backlog goes on in a wake at once,
@@ -79,6 +80,7 @@ class Rounds:
         self._chronicle = chronicle
         self._stop = stop
         self._duties: dict[Verb, dict[str, _Duty]] = {verb: {} for verb in VERBS}
+        self._node_settings = NodeSettings()
         # Held while ledger and chronicle are told something, so that `leave` and `configure` come
         # before it or after it. Never around what asks a server.
         self._telling = threading.Lock()
@@ -109,6 +111,7 @@ class Rounds:
         with self._telling:
             gone = self._duties["stalled_check"].keys() - checks.keys()
             self._duties = duties
+            self._node_settings = settings.node
             self._ledger.set_queues(queues)
             self._ledger.set_guarded({q for q, duty in checks.items() if duty.sweep.mass_expiry})
             self._chronicle.forget(gone)
@@ -289,10 +292,12 @@ class Rounds:
         return self._note_up(node) if answered else []
 
     def _note_down(self, node: Node, fault: Failure) -> None:
+        latest = node.fault()
+        fix = fix_of(self._node_settings, latest) if latest else ""
         with self._telling:
             if not self._left:
                 self._ledger.node_down(node.name, fault.message)
-                self._chronicle.node_down(node.name, fault)
+                self._chronicle.node_down(node.name, fault, fix)
 
     def _note_up(self, node: Node) -> list[Wake]:
         with self._telling:

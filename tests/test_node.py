@@ -244,6 +244,17 @@ def test_refused_authentication_says_what_to_check_and_not_the_password(
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_login_that_is_missing_comes_before_a_verb_that_is(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """A server without the job core does not know the verb, and only then asks who we are."""
+    stub.on("EMQ.VERSION", error("ERR unknown command 'EMQ.VERSION'"))
+    stub.on("GET", error("NOAUTH Authentication required."))
+    with pytest.raises(Unreachable) as caught:
+        handshake(open_to(stub.url))
+    assert caught.value.code == "NOAUTH"
+
+
 def test_a_refused_connection_names_the_address(stub: Stub, open_to: Callable[..., Node]) -> None:
     """The address and the operating system's reason, and never what else the URL holds."""
     stub.stop_listening()

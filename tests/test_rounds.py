@@ -411,6 +411,7 @@ def test_the_nodes_fault_is_no_pause_of_the_queues(
     desk.promote()
     assert stub.count("EMQ.PROMOTE") == 2
     # Each direct try has words of its own; none of them is told twice in a row.
+    assert 'write "rediss://"' in desk.book.last("node down")["fix"]
     assert desk.book.take().count("node down") == 1
 
 

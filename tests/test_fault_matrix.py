@@ -860,7 +860,7 @@ def scene(
 
 FLICKERS = pytest.mark.xfail(
     strict=False,
-    reason="a node that answers one verb and not the other is told up and down with each round, "
+    reason="of rounds that end together, the one with old news may tell a node down that is up; "
     "and what is found wrong beside the rounds is counted by luck",
 )
 
@@ -874,7 +874,7 @@ def cells(kind: str, faults: Sequence[Fault]) -> Iterator[Any]:
             for verbs in [(verb,) for verb in VERBS] if alone else [VERBS]:
                 quick = kind == "scripted" and topology == "standalone" and fault.code != "timeout"
                 marks = [] if quick else [pytest.mark.slow]
-                if fault.title in LOSSES or (topology == "cluster" and fault.of_node):
+                if fault.of_node:
                     marks.append(FLICKERS)
                 if topology in fault.topologies:
                     yield pytest.param(

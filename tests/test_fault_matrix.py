@@ -153,7 +153,7 @@ class Scene:
 
     def check_lines(self, lines: list[Line], fault: Fault, verbs: Sequence[Verb]) -> None:
         """Fail if the log lines of a fault are not one for each change of state."""
-        told = [(line["event"], line.get("code")) for line in lines]
+        told = [(line["event"], wire.error_code(line.get("code", ""))) for line in lines]
         if fault.of_node and told[:2] == [("node down", "connection"), ("node down", fault.code)]:
             del told[0]
         assert Counter(event for event, _ in told) == Counter(
@@ -297,10 +297,18 @@ def all_is_silent(scene: StubScene, _: Sequence[Verb]) -> None:
 
 
 def sentinels_are_answered(answer: Answer) -> Injection:
-    """The primary is gone, and the sentinels say this."""
+    """Connections to the primary break, and the sentinels say this."""
 
     def inject(scene: StubScene, _: Sequence[Verb]) -> None:
         scene.other.on("SENTINEL", answer)
+        known = scene.other.count("SENTINEL")
+
+        def asked() -> bool:
+            # Who had asked before may be on the way to the primary.
+            scene.stub.hang_up()
+            return scene.other.count("SENTINEL") >= known + 2
+
+        await_(asked, "the sentinels are asked again")
         scene.stub.hang_up()
 
     return inject
@@ -308,6 +316,8 @@ def sentinels_are_answered(answer: Answer) -> Injection:
 
 def sentinels_are_gone(scene: StubScene, _: Sequence[Verb]) -> None:
     scene.other.stop_listening()
+    scene.stub.hang_up()
+    time.sleep(INTERVAL_SECONDS)  # as above, but nobody sees who asks
     scene.stub.hang_up()
 
 

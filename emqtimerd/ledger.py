@@ -559,8 +559,10 @@ def _due(known: float | None, result: SweepResult, now: float) -> float | None:
     if result.next_due is not None:
         return result.next_due
     if result.blocked or (result.passes and result.backlog):
-        # The head is due and was left. It is at least as old as when we first saw it so; the
-        # last pass tells its age up to the few ids between that pass's head and this one.
+        # The head is due and was left. Mostly its age is known; else the last pass tells it up to
+        # the few ids between that pass's head and this one, or it is as old as we first saw it.
+        if result.overdue_ms:
+            return now - result.overdue_ms / 1000
         if result.lateness_ms:
             return now - result.lateness_ms[-1] / 1000
         return known if known is not None and known < now else now
@@ -572,7 +574,9 @@ def _fault(result: SweepResult) -> tuple[str, str] | None:
     counts nowhere."""
     if result.blocked:
         job_id = wire.printable(result.blocked.job_id or b"?")
-        return "EMQSTATE", f"blocked by {job_id}: {result.blocked.reason}"
+        # It is a row that is refused, or one that is none: the reply's first word says which.
+        code = wire.error_code(result.blocked.reason.partition(" ")[0])
+        return code, f"blocked by {job_id}: {result.blocked.reason}"
     if result.failure and not result.skipped:
         return wire.error_code(result.failure.code), result.failure.message
     return None

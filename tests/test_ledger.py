@@ -175,6 +175,11 @@ OUTCOMES = {
         (0, 1, 0),
         {"EMQSTATE": 1},
     ),
+    "blocked by another type": (
+        SweepResult("orders", "promote", blocked=Blocked(b"JOB1", "WRONGTYPE Operation")),
+        (0, 1, 0),
+        {"WRONGTYPE": 1},
+    ),
     "unknown": (
         SweepResult("orders", "promote", unknown=1, failure=Failure("timeout", "late")),
         (0, 0, 1),
@@ -299,6 +304,21 @@ def test_a_blocked_queue_is_overdue_from_when_it_was_first_seen_so(
     assert overdue(ledger) == pytest.approx(30)
 
 
+@pytest.mark.parametrize("how", ["blocked", "backlog"])
+def test_a_head_that_was_left_is_as_overdue_as_the_sweep_saw(
+    ledger: Ledger, clock: Clock, how: str
+) -> None:
+    """A daemon that has just started does not say that an old trouble is a new one."""
+    left = SweepResult("orders", "promote", overdue_ms=3_600_000.0)
+    if how == "blocked":
+        left.blocked = Blocked(b"JOB1", "EMQSTATE")
+    else:
+        left.passes, left.lateness_ms, left.backlog = 2, [3_900_000.0], True
+    ledger.record("promote", [left], 0.1)
+    clock.now += 1
+    assert overdue(ledger) == pytest.approx(3_601)
+
+
 def test_a_backlog_is_as_overdue_as_its_last_pass_was(ledger: Ledger, clock: Clock) -> None:
     """The round ended before the queue did."""
     left = SweepResult(
@@ -307,6 +327,28 @@ def test_a_backlog_is_as_overdue_as_its_last_pass_was(ledger: Ledger, clock: Clo
     ledger.record("promote", [left], 0.1)
     clock.now += 1
     assert overdue(ledger) == pytest.approx(9)
+
+
+def test_a_queue_that_somebody_else_emptied_is_not_overdue(ledger: Ledger, clock: Clock) -> None:
+    """Another replica promotes the job that this one awaited: the next round finds nothing, and its
+    sweep counts like any other."""
+    due = SweepResult("orders", "promote", passes=1, next_due=clock.now + 5, finished_at=90.0)
+    ledger.record("promote", [due], 0.1)
+    clock.now += 7
+    assert overdue(ledger) == pytest.approx(2)
+    ledger.record_quiet("promote", ["orders", "gone"], 99.0)
+    facts = ledger.queues()[0].promote
+    assert (overdue(ledger), facts.due) == (0, None)
+    assert (facts.ok, facts.last_sweep) == (2, 99.0)
+
+
+def test_what_is_left_after_one_pass_that_moved_nothing_is_overdue(
+    ledger: Ledger, clock: Clock
+) -> None:
+    """A page of ghosts, and then the round was over."""
+    ledger.record("promote", [SweepResult("orders", "promote", passes=1, backlog=True)], 0.1)
+    clock.now += 3
+    assert overdue(ledger) == pytest.approx(3)
 
 
 # --- nodes --------------------------------------------------------------------------------------
@@ -354,10 +396,12 @@ STATE = SweepResult(
 def test_what_a_node_said_of_its_queues_goes_with_it(ledger: Ledger, clock: Clock) -> None:
     """A reload leads to another node: until that one says something, nothing is known of the
     queues. What was counted stays, and when it was."""
-    ledger.record("promote", [STATE], 0.1)
+    failed = SweepResult("emails", "promote", NODE, failure=FAILURE)
+    ledger.record("promote", [STATE, failed], 0.1)
     ledger.guard("orders", raised=True)
     ledger.set_nodes(["other:6379"])
-    queue = ledger.queues()[0]
+    queue, emails = ledger.queues()
+    assert (emails.promote.failure, emails.promote.error) == (None, 1)
     assert (queue.jobs, queue.leases, queue.guarded, queue.node) == ((0,) * 4, (0,) * 3, None, "")
     assert (queue.promote.blocked, queue.promote.due) == (None, None)
     assert (queue.promoted, queue.promote.ok, queue.promote.error) == (3, 1, 1)
@@ -475,6 +519,47 @@ def test_a_round_in_which_nothing_succeeds_is_no_work(
         ledger.record("promote", [SweepResult("orders", "promote", failure=FAILURE)], 0.1)
     (reason,) = ledger.health().reasons
     assert reason == ("promote last succeeded 12 s ago, and is due every 1 s (orders: NOPERM no)")
+
+
+def test_one_lost_reply_does_not_take_readiness(
+    ledger: Ledger, clock: Clock, working: Callable[..., None]
+) -> None:
+    """However short the interval is, there is patience for two timeouts of the node."""
+    working()
+    clock.now += 9
+    ledger.beat()
+    assert ledger.health().ready
+
+
+def test_a_node_is_down_since_it_went_down(
+    ledger: Ledger, clock: Clock, working: Callable[..., None]
+) -> None:
+    """Each round that fails says so again, and with its own reason."""
+    working()
+    for reason in ("timeout", "refused", "refused"):
+        ledger.node_down(NODE, reason)
+        clock.now += 20
+        ledger.beat()
+    assert ledger.health().reasons == (f"node {NODE} is down for 60 s: refused",)
+
+
+def test_rounds_that_find_nothing_are_work(
+    ledger: Ledger, clock: Clock, working: Callable[..., None]
+) -> None:
+    """An idle daemon is a ready one, for as long as it sweeps."""
+    working()
+    for _ in range(60):
+        clock.now += 1
+        ledger.beat()
+        ledger.record_quiet("promote", ["orders", "emails"], clock.now)
+        ledger.record("promote", [], 0.1)
+    assert ledger.health().ready
+    for _ in range(12):
+        clock.now += 1
+        ledger.beat()
+        ledger.record_quiet("promote", [], clock.now)
+        ledger.record("promote", [], 0.1)
+    assert "promote last succeeded 12 s ago" in ledger.health().reasons[0]
 
 
 def test_a_blocked_queue_leaves_the_daemon_ready(

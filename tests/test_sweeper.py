@@ -393,6 +393,21 @@ def test_a_blocked_queue_does_not_touch_its_neighbours(
     assert results["wrong"].failure.code == "WRONGTYPE"
 
 
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("queue", ["x" * 255, "é" * 127], ids=["ASCII", "accents"])
+def test_a_row_of_another_type_blocks_a_queue_of_any_name(
+    node: DevNode, client: redis.Redis, open_to: Callable[..., Node], verb: Verb, queue: str
+) -> None:
+    """Case "Poison row": what stands before it moves, and it is named, however long its key is."""
+    plant(client, SOURCE[verb], {b"JOB1": 1, b"JOB2": 2, b"JOB3": 3}, queue=queue)
+    client.delete(wire.row_key(queue, b"JOB2"))
+    client.set(wire.row_key(queue, b"JOB2"), "text")
+    result = sweep_all(open_to(node.url), [Sweep(queue, verb, 100)])[queue]
+    assert (result.moved, result.failure) == (1, None)
+    assert result.blocked is not None
+    assert result.blocked.job_id == b"JOB2"
+
+
 # --- errors by their first word -----------------------------------------------------------------
 
 REPLIES = {

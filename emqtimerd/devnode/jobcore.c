@@ -361,7 +361,9 @@ static Job *add_job(Call *c, Str *id) {
 
 /* ---------------------------------------------------------------- replies */
 
-enum { SHOWN = 128, SHOWN_ROOM = 4 * SHOWN + 32, MESSAGE_ROOM = 3 * SHOWN_ROOM };
+/* How many bytes of a name an error line shows: the longest name of a row's key (a queue has up to 255 bytes) and an id
+ * of the usual length. Who sweeps reads there whether a row or a set is in the way. */
+enum { SHOWN = 320, SHOWN_ROOM = 4 * SHOWN + 32, MESSAGE_ROOM = 3 * SHOWN_ROOM };
 
 /* Foreign bytes as they may stand in an error line: printable, one word, of bounded length. */
 static const char *shown(const char *bytes, size_t len, char out[SHOWN_ROOM]) {

@@ -6,7 +6,7 @@ import re
 import string
 import tomllib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from emqtimerd.cli import app
 from emqtimerd.config import (
     Config,
     ConfigError,
@@ -949,3 +950,70 @@ def test_what_is_shown_reads_back(
         assert reloaded.settings.for_queue(name) == config.settings.for_queue(name)
     assert set(reloaded.origins) == set(config.origins)
     assert set(reloaded.origins.values()) == {f"file {again}"}
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `emqtimerd config …` under these variables and no others of ours."""
+
+    def run(*arguments: str, **environ: str) -> tuple[int, str, str]:
+        kept = {n: v for n, v in os.environ.items() if not n.startswith("EMQTIMERD")}
+        monkeypatch.setattr(os, "environ", kept | environ)
+        with pytest.raises(SystemExit) as ended:
+            app(["config", *arguments])
+        return (ended.value.code or 0, *capsys.readouterr())  # type: ignore[return-value]
+
+    return run
+
+
+def test_show_prints_the_settings_in_force_and_hides_the_password(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """What it prints is a configuration file; queues are not asked for."""
+    file = tmp_path / "emqtimerd.toml"
+    file.write_text("[promote]\nlimit = 7\n")
+    url = f"redis://me:{SECRET}@host:1/0"
+    code, out, err = command("show", "--config", str(file), EMQTIMERD_NODE__URL=url)
+    assert (code, err) == (0, "")
+    assert SECRET not in out
+    shown = tomllib.loads(out)
+    assert (shown["promote"]["limit"], shown["node"]["url"]) == (7, "redis://me:***@host:1/0")
+    assert "limit = 7  # file " in out
+    assert "# environment EMQTIMERD_NODE__URL" in out
+
+
+def test_validate_says_no_more_than_whether_it_would_do(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """Exit 0, or 2 with every problem on standard error; nothing to sweep is one."""
+    file = tmp_path / "emqtimerd.toml"
+    file.write_text('queues = ["orders"]\n')
+    assert command("validate", "--config", str(file))[0::2] == (0, "")
+    file.write_text('queues = ["a b"]\n[promote]\nlimit = 0\n')
+    code, out, err = command("validate", "--config", str(file))
+    assert (code, out) == (2, "")
+    assert "promote.limit = 0" in err
+    assert "a b" in err
+    code, out, err = command("validate")
+    assert (code, out) == (2, "")
+    assert "nothing to sweep" in err
+
+
+def test_show_of_what_is_wrong_is_exit_2(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """There are no settings in force then."""
+    code, out, err = command("show", "--config", str(tmp_path / "nowhere.toml"))
+    assert (code, out) == (2, "")
+    assert "nowhere.toml" in err
+
+
+def test_schema_prints_one_document(command: Callable[..., tuple[int, str, str]]) -> None:
+    """For editors; a wrong environment does not matter to it."""
+    code, out, err = command("schema", EMQTIMERD_PROMOTE__LIMIT="0")
+    assert (code, json.loads(out), err) == (0, json.loads(json.dumps(schema())), "")

@@ -532,7 +532,6 @@ COMPLETE = [
     Case("ghost", {ACTIVE: {J: FAR}}, complete(), 0),
     Case("lane row", held(group=b"g"), complete(), NOT_NATIVE),
     Case("flow row", held(parent=b"JOB0"), complete(), NOT_NATIVE),
-    Case("flow row that is stale too", held(parent=b"JOB0"), complete(J, b"9"), NOT_NATIVE),
 ]
 
 DELAY = [
@@ -729,6 +728,7 @@ REPROCESS = [
     Case("gone", {}, reprocess(), -1),
     Case("ghost", {DEAD: {J: 0.0}}, reprocess(), -1),
     Case("lane row", buried(group=b"g"), reprocess(), NOT_NATIVE),
+    Case("lane row that is pending", waiting(group=b"g"), reprocess(), NOT_NATIVE),
     Case("pending", waiting(), reprocess(), STATE),
     Case("active", held(), reprocess(), STATE),
     Case("scheduled", scheduled(), reprocess(), STATE),
@@ -856,6 +856,12 @@ PROMOTE = [
         {SCHEDULE: {J3: LONG_AGO + 1}},
     ),
     Case("lane row", scheduled(score=LONG_AGO, group=b"g"), promote(), NOT_NATIVE),
+    Case(
+        "lane row that is pending",
+        {SCHEDULE: {J: LONG_AGO}, rk(J): row(b"pending", group=b"g")},
+        promote(),
+        NOT_NATIVE,
+    ),
     Case(
         "lane row in the page",
         both(due(J, J2), scheduled(J3, LONG_AGO + 5, group=b"g")),
@@ -1086,6 +1092,12 @@ STALLED = [
     ),
     Case("lane row", expired(J, group=b"g"), stalled_check(), NOT_NATIVE),
     Case(
+        "lane row that is pending",
+        {ACTIVE: {J: LONG_AGO}, rk(J): row(b"pending", group=b"g")},
+        stalled_check(),
+        NOT_NATIVE,
+    ),
+    Case(
         "lane row in the page",
         both(expired(J, J2), held(J3, LONG_AGO + 5, group=b"g")),
         stalled_check(),
@@ -1176,6 +1188,17 @@ LANES_FIRST = [
     )
 ]
 
+# And the same for flow children, with the two verbs that would settle them.
+CHILDREN_FIRST = [
+    Case(f"flow row that is {name}", before, verb(J, b"9"), NOT_NATIVE)
+    for verb in (complete, fail)
+    for name, before in (
+        ("stale", held(parent=b"JOB0")),
+        ("scheduled", scheduled(parent=b"JOB0", attempts=1)),
+        ("of an empty parent", held(parent=b"")),
+    )
+]
+
 TABLES = (
     ENQUEUE,
     SCHEDULES,
@@ -1194,6 +1217,7 @@ TABLES = (
     WRONG_STATES,
     KINDS,
     LANES_FIRST,
+    CHILDREN_FIRST,
 )
 
 
@@ -1332,6 +1356,38 @@ def test_base_of_another_queue(
     moved = replace(call, base=None if call.base is None else other, arguments=arguments)
     for form in ("key", "arg") if call.base is not None else ("key",):
         check(client, Case("", before, moved, ERR), form)
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        b"emq:{}:",
+        b"emq:{a{b}:",
+        b"emq:{a}b}:",
+        b"emq:{}}:",
+        b"emq:{{}:",
+        b"emq:{a}:{b}:",
+        b"emq:}:",
+    ],
+)
+@pytest.mark.parametrize(("before", "call"), _verbs())
+def test_base_of_a_queue_that_cannot_be(
+    client: redis.Redis, before: Before, call: Call, impossible: bytes
+) -> None:
+    """A name that is empty or holds braces would tear the keys out of their slot: refused, also
+    where all keys agree on it."""
+
+    def moved(part: Any) -> Any:
+        return part.replace(BASE, impossible) if isinstance(part, bytes) else part
+
+    elsewhere = replace(
+        call,
+        keys=tuple(map(moved, call.keys)),
+        arguments=tuple(map(moved, call.arguments)),
+        base=moved(call.base),
+    )
+    for form in ("key", "arg") if call.base is not None else ("key",):
+        check(client, Case("", before, elsewhere, ERR), form)
 
 
 @pytest.mark.parametrize(
@@ -1583,6 +1639,25 @@ def test_due_this_very_millisecond(client: redis.Redis) -> None:
     for attempt in range(30):
         replies = send_all(client, [*moment, complete(J, b"2").form("key")])
         assert replies == [1, 1, [J, b"p", 1], [[J], []], [J, b"p", 2], 1], attempt
+
+
+def test_not_a_millisecond_early(client: redis.Redis) -> None:
+    """What moved was due by the clock of the server, which is asked right behind the sweep."""
+    write_keyspace(client, {})
+    watched: list[tuple[list[tuple[Any, ...]], tuple[Any, ...], bytes]] = [
+        ([schedule(how="in", ms=3).form("key")], promote().form("key"), SCHEDULE),
+        ([claim(3).form("key")], stalled_check(1000).form("key"), ACTIVE),
+    ]
+    for _ in range(30):
+        for begin, sweep, source in watched:
+            send_all(client, begin)
+            _, due = send(client, "ZRANGE", source, 0, -1, "WITHSCORES")
+            moved: Any = 0
+            while moved in (0, [[], []]):
+                moved, (seconds, microseconds) = send_all(client, [sweep, ("TIME",)])
+            assert int(seconds) * 1000 + int(microseconds) // 1000 >= float(due)
+        assert send_all(client, [claim().form("key")])[0][0] == J
+        send(client, "DEL", ACTIVE, rk(J))
 
 
 LONG_ID = b"JOB" + b"\xfe" * 1_000_000

@@ -26,6 +26,9 @@ from emqtimerd.devnode import DevNode
 
 each_server = pytest.mark.parametrize("kind", SERVERS)
 
+# With `everysec` a write waits, up to two seconds, while the last second's fsync still runs.
+WRITES_FIRST = ("--appendfsync", "no")
+
 # A primary waits for more replicas before it sends its data; ours has one.
 AT_ONCE = ("--repl-diskless-sync-delay", "0")
 
@@ -227,7 +230,7 @@ def appended(node: DevNode, act: Callable[[], Any]) -> list[list[bytes]]:
     (path,) = node.directory.glob("appendonlydir/*.incr.aof")
     start = path.stat().st_size
     act()
-    # The server writes the file before it sends the reply.
+    # The server writes the file before it sends the reply (WRITES_FIRST).
     rest = path.read_bytes()[start:]
     commands = []
     while rest:
@@ -246,7 +249,7 @@ def test_effects_of_each_verb(start_node: Callable[..., DevNode], kind: str) -> 
     """Each verb leaves one transaction of plain writes, as few as its ids allow; a refusal or an
     empty sweep none.
     """
-    node = start_node(kind)
+    node = start_node(kind, extra_args=WRITES_FIRST)
     client = client_of(node.url)
 
     def effects(*command: Any) -> list[bytes]:
@@ -300,6 +303,52 @@ def test_effects_of_each_verb(start_node: Callable[..., DevNode], kind: str) -> 
         assert effects(*command) == []
 
 
+@each_server
+def test_keyspace_events(start_node: Callable[..., DevNode], kind: str) -> None:
+    """Whoever listens for keyspace events hears of each key what the effects say, and of a set that
+    a verb emptied that it is gone; of a refusal or an empty sweep nothing.
+    """
+    client = client_of(start_node(kind).url)
+    send(client, "CONFIG", "SET", "notify-keyspace-events", "KA")
+    listener = client.pubsub()  # type: ignore[no-untyped-call]
+    listener.psubscribe("__keyspace@0__:*")
+
+    def heard(*command: Any) -> set[tuple[str, str]]:
+        send(client, *command)
+        send(client, "PUBLISH", "__keyspace@0__:", "the end")
+        events = set()
+        while (message := listener.get_message(timeout=10))["data"] != b"the end":
+            if message["type"] == "pmessage":
+                key = message["channel"].partition(b":")[2].removeprefix(BASE)
+                events.add((key.decode(), message["data"].decode()))
+        return events
+
+    row, done = "job:JOB1", "metrics:completed"
+    added, moved = ("pending", "zadd"), {("pending", "zrem"), ("pending", "del")}
+    taken = {("active", "zrem"), ("active", "del")}
+    assert heard(*enqueue(b"JOB1")) == {(row, "hset"), added}
+    assert heard(*claim()) == {(row, "hset"), ("active", "zadd"), *moved}
+    assert heard(*extend(b"JOB1")) == {("active", "zadd")}
+    assert heard(*delay(b"JOB1")) == {(row, "hset"), ("schedule", "zadd"), *taken}
+    assert heard(*promote()) == {
+        *((row, "hset"), added, ("schedule", "zrem"), ("schedule", "del")),
+    }
+    assert heard(*claim(0)) == {(row, "hset"), ("active", "zadd"), *moved}
+    assert heard(*stalled_check()) == {
+        *((row, "hset"), ("dead", "zadd"), ("metrics:failed", "hset")),
+        *taken,
+    }
+    assert heard(*reprocess(b"JOB1")) == {
+        *((row, "hset"), (row, "hdel"), added, ("dead", "zrem"), ("dead", "del")),
+    }
+    assert heard(*complete(b"JOB1")) == heard(*promote()) == heard(*stalled_check()) == set()
+    assert heard(*enqueue(b"JOB2")) == {("job:JOB2", "hset"), added}
+    # A set that still holds somebody is not gone.
+    assert heard(*claim()) == {(row, "hset"), ("active", "zadd"), ("pending", "zrem")}
+    assert heard(*complete(b"JOB1", 3)) == {(row, "del"), (done, "hset"), *taken}
+    listener.close()
+
+
 # --- transactions and scripts -------------------------------------------------------------------
 
 
@@ -313,7 +362,7 @@ def test_in_a_transaction(start_node: Callable[..., DevNode], kind: str) -> None
     """In MULTI the verbs answer as elsewhere, a refused one spoils no other, and all effects are
     one transaction.
     """
-    node = start_node(kind)
+    node = start_node(kind, extra_args=WRITES_FIRST)
     client = client_of(node.url)
     transaction = (
         ("MULTI",),
@@ -375,7 +424,7 @@ CALL = "return redis.call(ARGV[1], unpack(ARGV, 2))"
 @each_server
 def test_in_a_script(start_node: Callable[..., DevNode], kind: str) -> None:
     """A writing script may call any verb: replies, refusals and effects are the same."""
-    node = start_node(kind)
+    node = start_node(kind, extra_args=WRITES_FIRST)
     client = client_of(node.url)
 
     def script(*command: Any) -> Any:

@@ -195,6 +195,27 @@ def test_the_environment_may_name_everything(stub: Stub, form: str, numkeys: byt
     assert (promote.words[1], promote.words[-1]) == (numkeys, b"7")
 
 
+def test_the_command_line_is_stronger_than_environment_and_file(stub: Stub, tmp_path: Path) -> None:
+    """`--url` and `--queue` replace what the others say, the whole list of queues with it; what no
+    option names comes from the environment, and the rest from the file."""
+    file = tmp_path / "emqtimerd.toml"
+    file.write_text(
+        'queues = ["filed"]\n[node]\nurl = "redis://127.0.0.1:1/0"\nbase = "arg"\n'
+        "[promote]\nlimit = 5\n[stalled_check]\nlimit = 6\n"
+    )
+    run = once(
+        *("--config", str(file), "--url", stub.url, "--queue", "a", "--queue", "b"),
+        EMQTIMERD_NODE__URL="redis://127.0.0.1:2/0",
+        EMQTIMERD_QUEUES='["environ"]',
+        EMQTIMERD_PROMOTE__LIMIT="7",
+    )
+    assert run.code == 0
+    keys = [b"emq:{a}:schedule", b"emq:{b}:schedule"]
+    promotions = [(a.words[1], a.words[2], a.words[-1]) for a in stub.received("EMQ.PROMOTE")]
+    assert promotions == [(b"2", key, b"7") for key in keys]
+    assert {a.words[-1] for a in stub.received("EMQ.STALLED.CHECK")} == {b"6"}
+
+
 @pytest.mark.parametrize(
     ("verb", "sent"), [("promote", (1, 0)), ("stalled-check", (0, 1)), ("", (1, 1))]
 )

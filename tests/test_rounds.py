@@ -150,6 +150,21 @@ def test_at_the_start_what_remains_of_the_grace_counts(
     assert stub.count("EMQ.STALLED.CHECK") == 1
 
 
+def test_while_the_grace_lasts_sizes_and_leases_are_shown(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """Leases after an outage: nothing is checked, and everything is looked at."""
+    stub.on("INFO", info(uptime=0))
+    stub.on("ZCARD", integer(1), integer(2), integer(3), integer(4))
+    stub.on("EVAL_RO", array(bulk(RUN_ID), integer(5), integer(6), integer(7)))
+    desk = open_desk()
+    desk.check()
+    assert stub.count("EMQ.STALLED.CHECK") == 0
+    queue = desk.ledger.queues()[0]
+    assert (queue.jobs, queue.leases) == ((1, 2, 3, 4), (5, 6, 7))
+    assert queue.stalled_check.ok == 0
+
+
 def test_a_server_that_has_been_up_for_long_gets_none(
     open_desk: Callable[..., Desk], stub: Stub
 ) -> None:
@@ -498,6 +513,55 @@ def test_a_reload_keeps_what_was_learned(
     assert stub.count("EMQ.PROMOTE", b"{orders}") == 1
     assert stub.count("EMQ.PROMOTE", b"{emails}") == 2
     assert stub.received("EMQ.PROMOTE", b"{emails}")[-1].words[-1] == b"7"
+
+
+ONE_SETTING: dict[str, dict[str, Any]] = {
+    "promote.interval": {"promote": {"interval": "7s"}},
+    "promote.limit": {"promote": {"limit": 7}},
+    "promote.due_wake": {"promote": {"due_wake": False}},
+    "stalled_check.interval": {"stalled_check": {"interval": "7s"}},
+    "stalled_check.limit": {"stalled_check": {"limit": 7}},
+    "stalled_check.max_stalled": {"stalled_check": {"max_stalled": 7}},
+    "stalled_check.restart_grace": {"stalled_check": {"restart_grace": "7s"}},
+    "stalled_check.at_expiry": {"stalled_check": {"at_expiry": True}},
+    "stalled_check.mass_expiry": {"stalled_check": {"mass_expiry": {"share": 0.5, "at_least": 20}}},
+    "node.base": {"node": {"base": "arg"}},
+}
+
+
+@pytest.mark.parametrize("changed", ONE_SETTING)
+def test_a_reload_takes_over_each_setting_of_a_sweep(
+    open_desk: Callable[..., Desk], changed: str
+) -> None:
+    """Whichever one is changed alone is in force afterwards; the other verb keeps what it knows."""
+    desk = open_desk()
+    before = {verb: duties["orders"] for verb, duties in desk.rounds._duties.items()}
+    desk.configure()
+    for verb, duties in desk.rounds._duties.items():
+        assert duties["orders"] is before[verb]
+    desk.configure(**ONE_SETTING[changed])
+    for verb, duties in desk.rounds._duties.items():
+        touched = changed == "node.base" or changed.startswith(verb)
+        assert (duties["orders"] is not before[verb]) == touched
+
+
+def test_a_pause_begins_anew_after_a_good_sweep(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """Poison row: what failed for long and is well again is not punished for it when it fails."""
+    desk = open_desk()
+    desk.promote()
+    stub.on("EMQ.PROMOTE", error("ERR no"))
+    pauses = []
+    for _ in range(2):
+        for _ in range(5):
+            (wake,) = desk.promote()
+            pauses.append(wake.at - clock.monotonic())
+            clock.ahead += pauses[-1] + 0.1
+        stub.on("EMQ.PROMOTE", integer(0), error("ERR no"))
+        desk.promote()
+    assert pauses[5] == pytest.approx(pauses[0], abs=0.5)
+    assert pauses[4] > 1.5 * pauses[0]
 
 
 def test_a_queue_that_left_is_not_swept(open_desk: Callable[..., Desk], stub: Stub) -> None:

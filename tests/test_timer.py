@@ -378,15 +378,20 @@ def test_a_queue_that_joins_is_swept_soon(
 
 
 def test_a_queue_that_slows_down_is_swept_once_more(
-    start: Callable[..., Timer], record: Record
+    start: Callable[..., Timer], record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A queue whose interval grows from a moment to an hour has a head that nobody awaits yet: one
     sweep at once finds it."""
-    timer = start({promote(3600.0): ["slow"], promote(0.1): ["orders"]})
-    wait_until(lambda: record.moments("slow") and record.moments("orders"), "first sweeps")
-    due = time.monotonic() + 0.5
+    # Three or four of them have the same number of phases, so that none is laid out anew.
+    slow = ["one", "two", "three"]
+    monkeypatch.setattr(timing, "FIRST_SWEEPS_SECONDS", 0.5)
+    timer = start({promote(3600.0): slow, promote(0.1): ["orders"]})
+    wait_until(lambda: all(phase.fired for phase in timer._phase_of.values()), "first sweeps")
+    phases = list(timer._phases[promote(3600.0)])
+    due = time.monotonic() + 1.0
     record.wakes = lambda verb, _: [Wake(verb, "orders", due)] if time.monotonic() < due else []
-    timer.set_cadences({promote(3600.0): ["slow", "orders"]})
+    timer.set_cadences({promote(3600.0): [*slow, "orders"]})
+    assert list(timer._phases[promote(3600.0)]) == phases
     moved = time.monotonic()
     wait_until(lambda: record.moments("orders")[-1] > max(due, moved), "the head's wake")
 
@@ -716,6 +721,17 @@ def test_sweeps_keep_their_rhythm_when_the_clock_is_set(
     since = [moment for moment in record.moments("orders") if moment > stepped]
     assert since[7] - stepped == pytest.approx(0.8, abs=0.25)
     assert len(record.moments("late")) <= 3
+
+
+def test_side_work_goes_on_when_the_clock_is_set(start: Callable[..., Timer], wall: Wall) -> None:
+    """Clock jumps: an hour back does not stop discovery, or the upkeep of nodes, for an hour."""
+    timer, done = start(), Counter[str]()
+    timer.set_side_job("work", lambda: done.update(["work"]), 0.05)
+    wait_until(lambda: done["work"] >= 2, "the work before the step")
+    wall.offset = -3600.0
+    timer.check_clock()
+    before = done["work"]
+    wait_until(lambda: done["work"] >= before + 3, "the work after the step", timeout=3)
 
 
 @pytest.mark.parametrize("step", [-3600.0, 3600.0])

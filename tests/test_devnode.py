@@ -389,8 +389,11 @@ def test_nodes_start_in_many_threads_at_once(start_node: StartNode) -> None:
 # In the foreground
 
 FOREGROUND = """
+import signal
 import sys
 from pathlib import Path
+for number in (signal.SIGINT, signal.SIGHUP):  # whoever started the tests may ignore them
+    signal.signal(number, signal.SIG_DFL)
 from emqtimerd.devnode import run_devnode
 port, directory = int(sys.argv[1]), Path(sys.argv[2])
 sys.exit(run_devnode(port, directory, None, sys.stdout, sys.stderr))

@@ -86,6 +86,7 @@ class Rounds:
         self._telling = threading.Lock()
         self._left = False
         self._run_ids: dict[str, str | None] = {}
+        self._unheard: dict[str, frozenset[Verb]] = {}
         self._changes = 0
         """How often the primaries, or whose the queues are, have changed."""
         self._known: tuple[int, object] = (-1, {})
@@ -172,12 +173,14 @@ class Rounds:
             seconds = SLICE_SECONDS / len(shares)
             more: list[Wake] = []
             if self.nodes.tended and (fault := node.fault()):
-                part = Round(failed(node, [duty.sweep for duty in share], fault))
+                # What `tend` has found is counted as if this round had, once.
+                news = node.untold() or fault
+                part = Round(failed(node, [duty.sweep for duty in share], news))
             elif verb == "promote":
                 part = self._sweep(node, share, seconds)
             else:
                 more, part = self._check(node, share, seconds)
-            wakes += more + self._note_node(node, part)
+            wakes += more + self._note_node(node, verb, part)
             done.add(part)
         return wakes, done
 
@@ -278,25 +281,37 @@ class Rounds:
             self._ledger.set_nodes(names, heirs)
             self._chronicle.nodes_changed(names, heirs)
 
-    def _note_node(self, node: Node, done: Round) -> list[Wake]:
+    def _note_node(self, node: Node, verb: Verb, done: Round) -> list[Wake]:
         """Tell ledger and chronicle how a node stands; after a restart look at all its leases."""
         results = done.results
         fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
         if fault is not None:
-            # A connection that broke late, when the node had been reached anew, is no news of it.
-            if node.fault():
-                self._note_down(node, fault)
+            self._note_heard(node, verb, not any(r.unknown for r in results))
+            self._note_down(node, fault)
             return []
         # An error of a queue is an answer too: an ACL may deny everything on a node that is well.
         answered = done.quiet or any(r.passes or r.jobs or r.failure or r.blocked for r in results)
-        return self._note_up(node) if answered else []
+        if not answered or not self._note_heard(node, verb, heard=True):
+            return []
+        return self._note_up(node)
+
+    def _note_heard(self, node: Node, verb: Verb, heard: bool) -> bool:
+        """Keep in mind which verbs a node left without an answer; return whether there are none.
+
+        One that answers the one verb and not the other would be up and down with each round.
+        """
+        with self._telling:
+            verbs = self._unheard.get(node.name, frozenset())
+            verbs = verbs - {verb} if heard else verbs | {verb}
+            self._unheard[node.name] = verbs
+            return not verbs
 
     def _note_down(self, node: Node, fault: Failure) -> None:
-        latest = node.fault()
-        fix = fix_of(self._node_settings, latest) if latest else ""
         with self._telling:
-            if not self._left:
+            # A connection that broke late, when the node had been reached anew, is no news of it.
+            if not self._left and (latest := node.fault()):
                 self._ledger.node_down(node.name, fault.message)
+                fix = fix_of(self._node_settings, latest)
                 self._chronicle.node_down(node.name, fault, fix)
 
     def _note_up(self, node: Node) -> list[Wake]:

@@ -93,8 +93,7 @@ class Nodes:
 
     def tend(self) -> None:
         """Look after the servers apart from any sweep: here, see that there is a connection."""
-        with contextlib.suppress(NodeFault), self._node.link():
-            pass
+        self._node.look()
 
     def brand_node(self) -> Node:
         """Return the server that has the brand."""
@@ -395,8 +394,7 @@ class ClusterNodes(Nodes):
                 self.refresh()
         # Also those that work: one whose last connection the server has closed shows here.
         for node in self.primaries():
-            with contextlib.suppress(NodeFault), node.link():
-                pass
+            node.look()
         if not self._map.branded:
             with contextlib.suppress(NodeFault):
                 self._read_brand(self._map)

@@ -868,13 +868,6 @@ def scene(
         yield scene
 
 
-FLICKERS = pytest.mark.xfail(
-    strict=False,
-    reason="of rounds that end together, the one with old news may tell a node down that is up; "
-    "and what is found wrong beside the rounds is counted by luck",
-)
-
-
 def cells(kind: str, faults: Sequence[Fault]) -> Iterator[Any]:
     """Each fault in each topology: of each verb by itself where one server stands for all, which
     shows that the other goes on; elsewhere of both."""
@@ -884,8 +877,6 @@ def cells(kind: str, faults: Sequence[Fault]) -> Iterator[Any]:
             for verbs in [(verb,) for verb in VERBS] if alone else [VERBS]:
                 quick = kind == "scripted" and topology == "standalone" and fault.code != "timeout"
                 marks = [] if quick else [pytest.mark.slow]
-                if fault.of_node:
-                    marks.append(FLICKERS)
                 if topology in fault.topologies:
                     yield pytest.param(
                         (kind, topology),

@@ -1146,36 +1146,6 @@ def test_names_that_come_and_go_leave_nothing(open_daemon: Open, stub: Stub) -> 
     wait_until(lambda: len(inside._work.timer._scheduler.get_jobs()) <= 6, "their turns to be gone")
 
 
-def test_replicas_count_each_job_once(
-    open_daemon: Open, node: DevNode, client: redis.Redis
-) -> None:
-    """Two daemons, no lock: three replicas move each job once, and their counters add up."""
-    daemons = [open_daemon(node.url, ["orders"], **FAST) for _ in range(3)]
-    jobs = Jobs(client, "orders")
-    for number in range(300):
-        jobs.schedule(b"", in_ms=number % 50)
-    pending = wire.queue_key("orders", "pending")
-    wait_until(lambda: client.zcard(pending) == 300, "all jobs pending")
-    wait_until(
-        lambda: sum(daemon.value(promoted("orders")) or 0 for daemon in daemons) == 300,
-        "300 promotions counted",
-    )
-
-
-def test_shards_share_the_queues_out(open_daemon: Open, stub: Stub) -> None:
-    """With two shards each queue is swept by one daemon, and reported by that one only."""
-    queues = [f"queue-{n}" for n in range(20)]
-    daemons = [
-        open_daemon(stub.url, queues, shard={"index": index, "count": 2}) for index in range(2)
-    ]
-    theirs = [{q for q in queues if daemon.value(sweeps(q)) is not None} for daemon in daemons]
-    assert theirs[0] | theirs[1] == set(queues)
-    assert not theirs[0] & theirs[1]
-    assert min(map(len, theirs)) > 3
-    for daemon in daemons:
-        daemon.wait_ready()
-
-
 def test_queues_are_discovered(open_daemon: Open, node: DevNode, client: redis.Redis) -> None:
     """Discovery: a queue that appears is swept, one that is excluded is not, and a reload that
     excludes a found one leaves the others alone."""

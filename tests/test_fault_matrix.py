@@ -502,9 +502,11 @@ def walk(scene: Scene, fault: Fault, verbs: Sequence[Verb]) -> None:
     await_(lambda: not scene.waiting(), "all is swept", deadline - time.monotonic())
     daemon.wait_ready()
 
+    # What takes a node down may cut off a reply that is on its way.
+    unheard = fault.unheard or fault.of_node
     for verb in VERBS:
         await_(
-            lambda verb=verb: is_counted(scene, verb, before, moved[verb], fault.unheard),  # type: ignore[misc]
+            lambda verb=verb: is_counted(scene, verb, before, moved[verb], unheard),  # type: ignore[misc]
             f"counters of {verb} equal facts",
             1,
         )

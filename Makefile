@@ -22,7 +22,7 @@ demo: $(READY) $(CORE).so ## watch jobs move: a node, a restart in the middle, s
 
 # Four processes also on two cores: half of a test's time is waiting for servers. More gain nothing.
 test: packages $(READY) $(CORE).so ## run the tests, four at a time
-	@$(BIN)/python -m pytest -n 4 $(ARGS)
+	@$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 lint: $(READY) ## check style, types, and the C code with warnings as errors
 	@$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import sys
 
 def main() -> None:
     """Run the command line."""
+    _open_standard_streams()
     if sys.argv[1:2] == ["run"]:
         _guard_start()
     # Only now: what follows takes a quarter of a second, and a signal may come before that.
@@ -22,6 +23,21 @@ def main() -> None:
         # Python flushes once more at exit, and would complain about the same thing then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _open_standard_streams() -> None:
+    """Have streams that were closed at the start lead nowhere.
+
+    Else the next socket would get such a number, and what libraries and a crash write to "standard
+    error" would go to the server.
+    """
+    # The lowest number that is free is given out: three are the streams.
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(opened)
+    # Python has None for a stream that it found closed.
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _guard_start() -> None:

@@ -410,8 +410,6 @@ def _complain(message: str) -> None:
 
 def _print(text: str) -> None:
     """Print a result; a reader who has left (a closed pipe) is no error."""
-    if sys.stdout is None:  # started with it closed: nobody wants to know
-        return
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the terminal's encoding does not know is no reason to lose the result.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -229,6 +229,8 @@ class Daemon:
 
     def _end(self, what: str, end: Callable[[], None]) -> bool:
         """End a part; whatever goes wrong there, the others are ended too."""
+        # Anew for each part: what the ones before took is not this one's.
+        self._notifier.extend(2 * CLOSING_SECONDS)
         ending, deadline = _apart(end, "end"), time.monotonic() + CLOSING_SECONDS
         while not wait([ending], HURRY_SECONDS).done and time.monotonic() < deadline:
             self._notifier.alive()

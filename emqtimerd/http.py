@@ -267,8 +267,26 @@ class _Headers(dict[bytes, bytes]):
         super().__setitem__(name, value)
 
 
+class _HeaderReader(server.HeaderReader):
+    """Reads the lines of a head; what another reader on the way may read otherwise is refused."""
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return super().__call__(*args)
+        except UnboundLocalError as error:
+            # A first line that goes on from the one before it: there is none.
+            raise ValueError("Illegal header line.") from error
+
+    def _transform_key(self, name: bytes) -> Any:
+        if name != name.strip():
+            raise ValueError("white space around the name of a header")
+        return super()._transform_key(name)  # type: ignore[misc]  # its stubs leave it out
+
+
 class _Request(server.HTTPRequest):
     """A request whose answer has its own deadline, and whose body is never taken for a request."""
+
+    header_reader = _HeaderReader()
 
     def read_request_headers(self) -> bool:
         """Read the head; a length must be plain digits, while int() also takes `-1` and `5_0`."""

@@ -270,7 +270,7 @@ class Jobs:
         self._schedule = queue_key(queue, "schedule")
         self._dead = queue_key(queue, "dead")
         if isinstance(node, str):
-            given: dict[str, Any] = parse_url(_redis_scheme(node))  # type: ignore[no-untyped-call]
+            given = _settings_in(node)
         else:
             _expect("node", node, redis.Redis, or_else="a URL or a redis.Redis of one server")
             pool = node.connection_pool
@@ -484,6 +484,9 @@ class Jobs:
             if _is_reply(error):
                 raise _reply_error(error) from error
             raise Unreachable(str(error)) from error
+        except UnicodeError as error:
+            # The codec of host names has errors of its own kind for what cannot be one.
+            raise Unreachable(f"the node's host cannot be looked up: {error}") from error
         try:
             connection.send_command(*command)
             # The caller's client may decode replies; ids and payloads are bytes.
@@ -513,6 +516,21 @@ _SCHEMES = {
     "valkeys": "rediss",
     "unix": "unix",
 }
+
+
+def _settings_in(url: str) -> dict[str, Any]:
+    url = _redis_scheme(url)
+    try:
+        settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+        return settings
+    except ValueError:
+        pass
+    # Outside the handler, and in our own words: the error repeats what it takes for the port, which
+    # is the beginning of a password that holds a slash.
+    raise ValueError(
+        "node is a URL that cannot be read; a password that holds / @ : ? # or % must have them "
+        "percent-encoded"
+    )
 
 
 def _redis_scheme(url: str) -> str:

@@ -95,6 +95,10 @@ class Replaced(NotTried):
     """Another server process answers than the one that the round was meant for."""
 
 
+class UnusableTls(Exception):
+    """What `node.tls` names cannot be used; the message says which setting, and why."""
+
+
 class FenceRefused(NodeFault):
     """The server is not an EMQ node of this wire: a token is missing, or the brand is another."""
 
@@ -143,6 +147,8 @@ class Link:
         """How often its node had dropped what it held when this link was made."""
         self.answered_at = float("-inf")
         """When an exchange was last answered in full, by the monotonic clock."""
+        self.asked_at = float("-inf")
+        """When the latest exchange began, by the monotonic clock."""
         self.lost: Lost | None = None
         """What broke it, if a reply did not come."""
 
@@ -156,6 +162,7 @@ class Link:
         """
         replies: list[wire.Reply] = []
         data = b"".join(commands) if isinstance(commands, list) else commands
+        self.asked_at = time.monotonic()
         try:
             self._socket.settimeout(max(deadline - time.monotonic(), MIN_WAIT_SECONDS))
             self._socket.sendall(data)
@@ -327,6 +334,7 @@ class Node:
         if link.lost and current:
             # The other links lead to the same server: each would cost its user a timeout.
             self._lost = link.lost
+            self._failing_since = self._failing_since or link.asked_at
             self.drop_idle()
 
     @property
@@ -402,12 +410,15 @@ class Node:
                 if untold := self.untold():
                     raise untold
                 raise BackingOff(self._last_fault) from self._last_fault
+            begun = time.monotonic()
             try:
                 link, identity = self._open()
             except NodeFault as fault:
                 self._failures += 1
                 self._failed_at = time.monotonic()
-                self._failing_since = self._failing_since or self._failed_at
+                # From the first question that was not answered, not from when waiting for it ended:
+                # two timeouts may be longer than the grace that an outage is measured for.
+                self._failing_since = self._failing_since or begun
                 # The cap is reached long before the exponent is: a node may be dead for days.
                 doubled = BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures - 1, 32)
                 pause = min(doubled, BACKOFF_CAP_SECONDS)
@@ -482,6 +493,8 @@ class Node:
             if connection is not None:
                 connection.disconnect()  # type: ignore[no-untyped-call]
             raise Unreachable(self.name, "NOAUTH", f"cannot log in: {error}") from error
+        except UnusableTls as error:
+            raise Unreachable(self.name, "connection", f"TLS cannot be begun: {error}") from error
         except redis.AuthenticationError as error:
             raise Unreachable(
                 self.name,
@@ -501,7 +514,8 @@ class Node:
             # redis-py takes the code off the text of the errors that it knows.
             code = error.status_code or wire.ReplyError(str(error)).code
             raise NotReady(self.name, code, f"the handshake was refused: {error}") from error
-        except (redis.RedisError, OSError, ssl.SSLError) as error:
+        # UnicodeError: a name that cannot be one of a host, wherever it came from.
+        except (redis.RedisError, OSError, UnicodeError) as error:
             raise Unreachable(
                 self.name,
                 "connection",
@@ -545,13 +559,13 @@ def read_identity(
     if brand:
         _check_brand(node, rest[0])
     server = {} if isinstance(info, wire.ReplyError) else wire.read_info(info)
-    uptime = server.get("uptime_in_seconds", "")
+    uptime = wire.whole_number(server.get("uptime_in_seconds", ""))
     return Identity(
         run_id=server.get("run_id", ""),
         version=server.get("valkey_version") or server.get("redis_version", ""),
         brand=wire.BRAND.decode(),
         tokens=tokens,
-        started=time.monotonic() - int(uptime) if uptime.isdigit() else float("-inf"),
+        started=float("-inf") if uptime is None else time.monotonic() - uptime,
     )
 
 
@@ -643,22 +657,48 @@ class _TlsConnection(redis.SSLConnection):
 
     def __init__(self, tls: TlsSettings, **options: Any) -> None:
         self._tls = tls
+        # Anew for each connection: files are rotated. Before there is a socket, which would be left
+        # open if they cannot be used.
+        self._context = _tls_context(tls)
         super().__init__(**options)
 
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
-        tls = self._tls
-        # Anew each time: files are rotated.
-        context = ssl.create_default_context(cafile=tls.ca_file or None)
-        # The floor of today's TLS; Python's default context may allow less on old systems.
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if tls.cert_file:
-            # Without a key file, the key is expected in the same file.
-            context.load_cert_chain(tls.cert_file, tls.key_file or None)
         # The TLS session is a part of connecting, and its time counts as such.
         sock.settimeout(self.socket_connect_timeout)
-        wrapped = context.wrap_socket(sock, server_hostname=tls.server_name or self._host)
+        name = self._tls.server_name or self._host
+        wrapped = self._context.wrap_socket(sock, server_hostname=name)
         wrapped.settimeout(self.socket_timeout)
         return wrapped
+
+
+def _tls_context(tls: TlsSettings) -> ssl.SSLContext:
+    """Return what a TLS session is made with. Raises UnusableTls."""
+    try:
+        tls.server_name.encode("idna")
+    except UnicodeError as error:
+        raise UnusableTls(f"tls.server_name ({tls.server_name}): {error}") from error
+    try:
+        context = ssl.create_default_context(cafile=tls.ca_file or None)
+    except OSError as error:
+        raise UnusableTls(f"tls.ca_file ({tls.ca_file}): {_reason(error)}") from error
+    # The floor of today's TLS; Python's default context may allow less on old systems.
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if tls.cert_file:
+        try:
+            # Without a key file, the key is expected in the same file.
+            context.load_cert_chain(tls.cert_file, tls.key_file or None, _no_passphrase)
+        except OSError as error:
+            files = " and ".join(filter(None, (tls.cert_file, tls.key_file)))
+            raise UnusableTls(f"tls.cert_file and key_file ({files}): {_reason(error)}") from error
+    return context
+
+
+def _no_passphrase() -> str:
+    """Called for a key that is encrypted; else OpenSSL would ask for it on the terminal, and wait
+    there for ever."""
+    raise UnusableTls(
+        "the key of tls.cert_file is encrypted, and nobody is there to be asked for its passphrase"
+    )
 
 
 class _UnixConnection(redis.UnixDomainSocketConnection):

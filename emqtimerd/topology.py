@@ -228,7 +228,7 @@ class _Sentinels:
                 raise Unreachable(sentinel.name, fault.code, _SENTINEL_LOGIN) from fault
             raise
         match reply:
-            case [bytes() as host, bytes() as port] if port.isdigit():
+            case [bytes() as host, bytes() as port] if port.isdigit() and len(port) <= 5:
                 return host.decode(errors="replace"), int(port)
             case None | []:
                 what = f"knows no primary called {self._master!r}"
@@ -601,7 +601,8 @@ def _moved_to(text: str, hosts: Sequence[str]) -> list[tuple[str, int]]:
     match text.split():
         case ["MOVED", _, address]:
             host, _, port = address.rpartition(":")
-            if port.isdigit():
+            number = wire.whole_number(port)
+            if number is not None:
                 where = hosts if host in ("", _NO_HOST) else [host]
-                return [(host, int(port)) for host in where]
+                return [(host, number) for host in where]
     return []

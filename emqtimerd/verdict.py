@@ -4,7 +4,7 @@ import re
 import ssl
 
 from emqtimerd.config import ConfigError, NodeSettings
-from emqtimerd.node import FenceRefused, NodeFault, Unreachable
+from emqtimerd.node import FenceRefused, NodeFault, Unreachable, UnusableTls
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -50,6 +50,11 @@ def names_no_database(fault: NodeFault) -> bool:
 
 def fix(settings: NodeSettings, fault: NodeFault) -> str:
     """What to do about it, in one sentence; empty where the fault's own message says it."""
+    if isinstance(fault.__cause__, UnusableTls):
+        return (
+            "let node.tls name PEM files that this user can read: certificates in ca_file, and one "
+            "with its key, not encrypted, in cert_file and key_file; server_name is a host name"
+        )
     if error := tls_error(fault):
         return _tls_fix(settings, error)
     if isinstance(fault.__cause__, ConfigError):

@@ -6,6 +6,7 @@ and what it lets us decide (the rule for queue names, the peek) has its one plac
 
 import binascii
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -437,12 +438,21 @@ def is_time(ms: int) -> bool:
     return 0 < ms < HORIZON_MS
 
 
+def whole_number(text: str) -> int | None:
+    """Read a number as servers write them; None where it is none, or more than any of theirs.
+
+    isdigit() alone takes digits that int() does not, and more of them than int() does.
+    """
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def read_time_ms(reply: Reply) -> float:
     """Read TIME: the server's clock in milliseconds, with its microseconds as a fraction."""
     match reply:
         case [bytes() as seconds, bytes() as microseconds]:
-            if seconds.isdigit() and microseconds.isdigit():
-                return int(seconds) * 1000 + int(microseconds) / 1000
+            whole, part = (whole_number(b.decode("latin-1")) for b in (seconds, microseconds))
+            if whole is not None and part is not None:
+                return whole * 1000 + part / 1000
     raise _unexpected("TIME", reply)
 
 

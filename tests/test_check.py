@@ -284,6 +284,21 @@ def test_without_one_word_the_check_names_it_and_the_rest_holds(
     assert differing(examine(settings)) == {}
 
 
+def test_a_server_that_was_robbed_of_a_command(start_node: Callable[..., DevNode]) -> None:
+    """`rename-command` takes away what no rule gives back: the check names it, and sweeps go on."""
+    node = start_node(extra_args=("--rename-command", "EVAL_RO", ""))
+    settings = as_default(node, **EVERYTHING)
+    with connect(node) as client:
+        client.set(wire.BRAND_KEY, wire.BRAND)
+        fill(client)
+    report = examine(settings)
+    (found,) = (finding for finding in told(report, "acl") if finding.fix)
+    assert (found.result, report.exit_code) == ("warn", 0)
+    assert "the server has no EVAL_RO: " in found.found
+    assert "rename-command" in found.fix
+    assert outcome(sweep(settings, limit=2)) == UNATTRIBUTED
+
+
 def test_the_table_of_losses_is_whole(node: DevNode) -> None:
     """Every word of the largest rule is taken away in some test."""
     assert [*WITHOUT] == acl_words(as_user(node, **EVERYTHING))
@@ -809,6 +824,16 @@ def test_a_replica(start_node: Callable[..., DevNode]) -> None:
     assert differing(report) == {"role": "fail", "sweeps": "skip"}
     assert f"127.0.0.1:{primary.port}" in the(report, "role").found
     assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("uptime", ["\u00b2", "9" * 5_000])
+def test_an_uptime_that_is_no_number(uptime: str) -> None:
+    """It is left out, and the fence passed without it."""
+    with Stub() as stub:
+        stub.on("INFO", bulk(f"role:master\r\nrun_id:x\r\nuptime_in_seconds:{uptime}".encode()))
+        report = examine(settings_for(stub.url))
+    assert the(report, "run_id").found == "x"
+    assert the(report, "role").result == "pass"
 
 
 def test_a_replica_that_does_not_say_so() -> None:

@@ -460,6 +460,8 @@ def test_flag_mistakes() -> None:
         ("redis://u:hun/ter@2@db1,db2/0", "redis://***@db1,db2/0"),
         ("redis://u:p@db/hunter2", "redis://***@***"),
         ("redis://db?password=hunter2", "redis://***"),
+        ("redis://db?password=hunter2@t5", "redis://***@t5"),
+        ("redis+cluster://db#hunter2@t5", "redis+cluster://***@t5"),
         ("unix://run/v.sock", "unix://run/v.sock"),
         ("unix://u:hunter2@run/v.sock", "unix://***@run/v.sock"),
         ("redis+sentinel://u:hunter2@[::1]:1/my/hunter2", "redis+sentinel://***@***"),

@@ -417,6 +417,17 @@ def test_old_clients_need_no_host(server: HttpServer) -> None:
     assert send(server, request).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("line", [b" X: a", b"\tX: a", b"Content-Length : 5", b"Host : y", b" : a"])
+def test_a_header_that_others_may_read_otherwise(
+    server: HttpServer, line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """White space before a name, also where there is nothing that the line could go on from; it is
+    the client's mistake and no line of our log."""
+    request = b"GET /healthz HTTP/1.1\r\n%b\r\nHost: x\r\n\r\n" % line
+    assert send(server, request).startswith(b"HTTP/1.1 400 ")
+    assert caplog.records == []
+
+
 def test_a_body_is_never_taken_for_a_request(server: HttpServer) -> None:
     """What follows a request in chunks is thrown away with its connection."""
     smuggled = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -247,6 +247,30 @@ def test_a_url_of_another_kind(url: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2/x@h",
+        "redis://user:hunter2/x@h:6379/0",
+        "redis://h?db=hunter2",
+        "redis://:hunter2@h:99999/0",
+        "redis://:hunter2@[::1",
+    ],
+)
+def test_a_url_that_cannot_be_read(url: str) -> None:
+    """No part of it is repeated, nor in what the error came from: it may hold a password."""
+    with pytest.raises(ValueError, match="percent-encoded") as caught:
+        Jobs(url, "orders")
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+def test_a_host_that_cannot_be_one() -> None:
+    """The codec of host names refuses it with an error of its own kind."""
+    with Jobs("redis://a..b:1", "orders") as jobs, pytest.raises(Unreachable, match="looked up"):
+        jobs.claim(1)
+
+
 @pytest.mark.parametrize("queue", ["", "a{b", "a b", "\udcff", "q" * 256])
 def test_impossible_queue_names(queue: str) -> None:
     """A queue name that cannot be is refused before anything is contacted."""

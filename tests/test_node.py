@@ -44,6 +44,7 @@ from emqtimerd.node import (
     Link,
     Lost,
     Node,
+    NodeFault,
     NotReady,
     ServerClock,
     Unreachable,
@@ -872,6 +873,34 @@ def test_the_grace_follows_from_all_returns(
             if restarted or length > grace:
                 ends.append(clock.now + grace)
             assert server.node.grace_ends(grace) == max(ends)
+
+
+def test_an_outage_begins_with_the_first_question_that_is_not_answered(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """A server that stands still is noticed by timeouts, first of a sweep and then of a handshake:
+    workers could not extend their leases meanwhile either, so this time counts."""
+    node = open_to(stub.url, timeout="400ms")
+    handshake(node)
+    begun = time.monotonic()
+    stub.on("*", SILENCE)
+    with pytest.raises(Lost), node.link() as link:
+        link.exchange(PING, 1, time.monotonic() + 0.4)
+    with pytest.raises(Unreachable):
+        handshake(node)
+    stub.heal()
+    wait_until(lambda: works(node), "the node is back")
+    # Beside our own start, which counts as one without end.
+    outage = min(each.outage_seconds for each in node._returns)
+    assert 0.8 <= outage <= time.monotonic() - begun
+
+
+def works(node: Node) -> bool:
+    try:
+        handshake(node)
+    except NodeFault:
+        return False
+    return True
 
 
 def test_a_node_that_comes_and_goes_is_remembered_in_a_few_words(

@@ -649,6 +649,52 @@ def test_a_closed_standard_output_is_no_error(stub: Stub) -> None:
     assert stub.count("EMQ.PROMOTE") == 1
 
 
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_daemon_needs_none_of_the_standard_streams(stub: Stub, streams: str) -> None:
+    """Started with them closed it works all the same, and no connection gets one of their
+    numbers: what a crash writes to standard error must not go to the server."""
+    shell = ["sh", "-c", f'exec "$@" {streams}', "sh"]
+    arguments = ("--url", stub.url, "--queue", "orders")
+    with subprocess.Popen(
+        [*shell, sys.executable, "-m", "emqtimerd", "run", *arguments],
+        env=environment(EMQTIMERD_HTTP__LISTEN="127.0.0.1:0"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as daemon:
+        wait_until(
+            lambda: stub.count("EMQ.PROMOTE") or daemon.poll() is not None, "a sweep or the end"
+        )
+        if Path("/proc").exists():
+            where = [str(Path(f"/proc/{daemon.pid}/fd/{n}").readlink()) for n in (0, 1, 2)]
+            assert not [each for each in where if each.startswith("socket:")]
+        daemon.terminate()
+        assert daemon.wait(30) == 0
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-"])
+def test_a_check_needs_no_standard_streams(stub: Stub, streams: str) -> None:
+    """It is told by the exit code alone then."""
+    shell = ["sh", "-c", f'exec "$@" {streams}', "sh"]
+    done = subprocess.run(
+        [
+            *shell,
+            sys.executable,
+            "-m",
+            "emqtimerd",
+            "check",
+            "--queue",
+            "a",
+            "--url",
+            "redis://h:1",
+        ],
+        env=environment(),
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_told(stub: Stub) -> None:
     """A result that cannot be written is said in a line, and the sweep was done."""

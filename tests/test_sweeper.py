@@ -774,11 +774,18 @@ def test_a_queue_that_an_acl_denies_fails_alone(
         assert (results["mine"].moved, results["mine"].outcome) == (3, "ok")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "NOPERM User u has no permissions to run the 'eval_ro' command",
+        "ERR unknown command 'EVAL_RO', with args beginning with: 'local limit'",
+    ],
+)
 def test_a_denied_peek_is_left_out_until_the_next_connection(
-    stub: Stub, open_to: Callable[..., Node]
+    stub: Stub, open_to: Callable[..., Node], words: str
 ) -> None:
     """EXECABORT swept nothing: the check goes alone, and a new connection peeks again."""
-    stub.on("EVAL_RO", refused("NOPERM User u has no permissions to run the 'eval_ro' command"))
+    stub.on("EVAL_RO", refused(words))
     stub.on(
         "EMQ.STALLED.CHECK",
         simple("discarded"),

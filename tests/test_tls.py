@@ -26,6 +26,7 @@ from emqtimerd.devnode.node import _free_port
 from emqtimerd.node import BackingOff, Node, Unreachable, open_node
 from emqtimerd.once import sweep_once
 from emqtimerd.topology import open_nodes
+from emqtimerd.verdict import fix
 
 slow = pytest.mark.slow
 
@@ -519,3 +520,28 @@ def test_a_socket_file_takes_logins_and_databases(start_node: Start, socket_path
         report = sweep_once(settings, ["orders"], verbs=("promote",))
         assert list(report.nodes) == [str(socket_path)]
         assert pending(client, "orders") == {b"JOB1"}
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Authority) -> None:
+    """Before anything is dialled; nobody is asked for a passphrase, least of all on a terminal."""
+    certificate, key = files(authority, "client")
+    encrypted, garbage = tmp_path / "encrypted.key", tmp_path / "garbage"
+    locked = ("-aes256", "-passout", "pass:hunter2", "-out", str(encrypted))
+    subprocess.run(["openssl", "ec", "-in", key, *locked], check=True, capture_output=True)
+    garbage.write_text("garbage")
+    good = {"ca_file": authority.file, "cert_file": certificate, "key_file": key}
+    for change, words in (
+        ({"key_file": str(encrypted)}, "is encrypted"),
+        ({"key_file": str(tmp_path / "none")}, rf"{tmp_path}/none\): No such file"),
+        ({"key_file": files(authority, "server")[1]}, "key values mismatch"),
+        ({"cert_file": str(garbage)}, rf"tls.cert_file .*{garbage} and"),
+        ({"ca_file": str(garbage)}, rf"tls.ca_file \({garbage}\)"),
+        ({"ca_file": str(tmp_path)}, "Is a directory"),
+        ({"server_name": "a..b"}, r"tls.server_name \(a..b\)"),
+    ):
+        tls = {**good, **change}
+        node = node_of("rediss://127.0.0.1:1", tls=tls)
+        with pytest.raises(Unreachable, match=words) as caught, node.link():
+            pass
+        settings = load(None, {}, {"node.url": "rediss://127.0.0.1:1", "node.tls": tls}).settings
+        assert "node.tls" in fix(settings.node, caught.value)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -675,6 +675,18 @@ def test_moved_to_a_server_without_an_address(
         assert (queue.promoted, queue.node) == (1, f"127.0.0.1:{new.port}")
 
 
+@pytest.mark.parametrize("port", ["", "\u00b2", "9" * 5_000, "x"])
+def test_moved_to_nowhere(stub: Stub, port: str) -> None:
+    """An address that is none is the failure of that queue, and of nobody else."""
+    stub.on("CLUSTER", slots_of(b"127.0.0.1", stub.port))
+    stub.on("EMQ.PROMOTE", error(f"MOVED 5 127.0.0.1:{port}".encode()), word=b"{a}")
+    report = once(settings_of(f"redis+cluster://127.0.0.1:{stub.port}", ["a", "b"]))
+    assert [queue["error"] and queue["error"][0]["code"] for queue in report["queues"]] == [
+        "MOVED",
+        None,
+    ]
+
+
 def slots_of(host: bytes, port: int) -> Any:
     """A slot map with one primary."""
     server = array(bulk(host) if host else NIL, integer(port), bulk(b"%d" % port))
@@ -1016,3 +1028,15 @@ def test_a_server_that_is_no_longer_named_is_left(stub: Stub, named: Stub) -> No
             pass
         assert (cut_off.count("EMQ.VERSION"), named.count("EMQ.VERSION")) == (1, 1)
         nodes.close()
+
+
+@pytest.mark.parametrize("name", ["a..b", "." * 3, "a" * 64])
+@pytest.mark.parametrize("url", ["redis://{}:1", "redis+sentinel://{}:1/m", "redis+cluster://{}:1"])
+def test_a_name_that_no_host_can_have_is_an_address_that_is_not_reached(
+    name: str, url: str
+) -> None:
+    """The codec of host names refuses it with an error of its own kind."""
+    with closing(open_nodes(settings_of(url.format(name)).node)) as nodes:
+        (node,) = nodes.primaries()
+        with pytest.raises(Unreachable, match="label"), node.link():
+            pass

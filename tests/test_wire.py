@@ -258,6 +258,7 @@ ODD: dict[str, tuple[Callable[[object], object], object]] = {
     "a score in words": (wire.read_head, [b"J", b"soon"]),
     "a page of odd length": (wire.read_due, [b"J", b"1", b"K"]),
     "time in words": (wire.read_time_ms, [b"now", b"0"]),
+    "time without end": (wire.read_time_ms, [b"9" * 5_000, b"0"]),
     "time as number": (wire.read_time_ms, 5),
     "peek without counts": (wire.read_peek, [b"run"]),
     "peek cut short": (wire.read_peek, [*PEEKED, b"J", b"5"]),
@@ -364,3 +365,10 @@ def test_a_cause_is_read_from_the_peek_and_never_guessed() -> None:
     assert causes == ["stall", "restart", "unstamped", "unattributed"]
     assert wire.cause_of(b"A", None) == "unattributed"
     assert wire.cause_of(b"A", wire.NO_LEASES) == "unattributed"
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", " 1", "1_0", "\u00b2", "\u0663", "9" * 5_000])
+def test_what_is_no_number_of_a_server(text: str) -> None:
+    """isdigit() takes two of them and int() does not, or two that int() takes."""
+    assert wire.whole_number(text) is None
+    assert (wire.whole_number("0"), wire.whole_number("9" * 18)) == (0, 10**18 - 1)

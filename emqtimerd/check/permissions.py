@@ -46,13 +46,15 @@ class Allowance:
     denied_keys: dict[str, list[str]] = field(default_factory=dict)
     """Queues whose keys are denied, each with the commands that are."""
     brand_key_denied: bool = False
+    absent: dict[str, Permission] = field(default_factory=dict)
+    """Commands that are not needed for a sweep and that the server does not have."""
     refused: dict[str, list[str]] = field(default_factory=dict)
     """Other errors that a sweep would get: the text, and on which queues."""
 
     @property
     def is_whole(self) -> bool:
         """Whether everything is allowed."""
-        return not (self.denied or self.denied_keys or self.brand_key_denied)
+        return not (self.denied or self.denied_keys or self.brand_key_denied or self.absent)
 
     @property
     def stops_sweeps(self) -> bool:
@@ -66,6 +68,8 @@ class Allowance:
         if not isinstance(reply, wire.ReplyError):
             return
         if reply.code != "NOPERM":
+            if str(reply).startswith("ERR unknown command") and not permission.required:
+                self.absent[permission.word] = permission
             if permission.touches_queue and permission.required:
                 self.refused.setdefault(str(reply), []).append(queue)
         elif "to access" not in str(reply):
@@ -182,6 +186,9 @@ def acl(settings: Settings, allowance: Allowance) -> Iterator[Finding]:
         verbs = dict.fromkeys(c for commands in allowance.denied_keys.values() for c in commands)
         found = f"keys of {names(queues)} are denied (to {', '.join(verbs)})"
         yield failed("acl", found, f"{grant} {' '.join(patterns)}")
+    for permission in allowance.absent.values():
+        found = f"the server has no {permission.command}: {permission.without}"
+        yield warned("acl", found, "look for rename-command in the server's configuration")
     if "+multi" in allowance.denied:
         yield skipped("acl", "without MULTI no other command can be tried without running it")
     elif allowance.is_whole:

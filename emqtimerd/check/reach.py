@@ -6,7 +6,7 @@ from pathlib import Path
 from emqtimerd import verdict, wire
 from emqtimerd.check.findings import Finding, failed, passed, warned
 from emqtimerd.config import NodeSettings
-from emqtimerd.node import NodeFault, Unreachable
+from emqtimerd.node import NodeFault, Unreachable, UnusableTls
 from emqtimerd.topology import Account
 from emqtimerd.verdict import EXIT_UNREACHABLE
 
@@ -46,6 +46,8 @@ def unreachable(
         yield passed("reach", f"{fault.node} answers")
         yield encryption(settings)
         yield failed("auth", fault.message, fix, EXIT_UNREACHABLE)
+    elif isinstance(fault.__cause__, UnusableTls):
+        yield failed("tls", fault.message, fix, EXIT_UNREACHABLE)
     elif verdict.tls_error(fault):
         yield passed("reach", f"{fault.node} answers")
         yield failed("tls", fault.message, fix, EXIT_UNREACHABLE)

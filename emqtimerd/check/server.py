@@ -107,8 +107,8 @@ def process(info: Info | None) -> Iterator[Finding]:
         yield denied("run_id", "INFO")
         yield denied("role", "INFO")
         return
-    seconds = info.get("uptime_in_seconds", "")
-    up = f", up for {_span(int(seconds))}" if seconds.isdigit() else ""
+    seconds = wire.whole_number(info.get("uptime_in_seconds", ""))
+    up = "" if seconds is None else f", up for {_span(seconds)}"
     yield passed("run_id", f"{info.get('run_id', '')}{up}")
     if info.get("role") == "master":
         yield passed("role", "primary")

@@ -156,6 +156,10 @@ def _unix(rest: str) -> NodeUrl:
 
 def _login(text: str) -> tuple[str, SecretStr | None]:
     username, _, password = text.partition(":")
+    if re.search("[?#]", username):
+        # An option after ? or # whose value holds an "@": what was meant for a host stands here,
+        # with a password perhaps, and a user name is shown.
+        raise ValueError(f"has a user name that holds ? or #; {_ENCODE}")
     return _decoded(username), SecretStr(_decoded(password)) if password else None
 
 

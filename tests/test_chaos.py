@@ -44,6 +44,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_small_soak_adds_up() -> None:
     """Three server kills, and every job and every counter is accounted for."""
     told = run("soak", "--jobs", "2000", "--seed", "1")
@@ -59,6 +60,7 @@ PIECES = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("servers", PIECES)
 def test_a_few_seconds_of_chaos_add_up(servers: str) -> None:
     """A wire that is cut, a clock that is set, a daemon that sleeps; slots that move under load,
@@ -74,6 +76,7 @@ def test_a_few_seconds_of_chaos_add_up(servers: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     """Ctrl-C ends servers, daemons and networks, and is no discrepancy."""
     storm = subprocess.Popen(

@@ -82,7 +82,7 @@ def await_(predicate: Callable[[], object], description: str, seconds: float = 1
     while not predicate():
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:.2f} s: {description}")
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @contextmanager

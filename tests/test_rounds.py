@@ -5,12 +5,14 @@ Against a scripted server, with a clock that the test moves on.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -777,3 +779,32 @@ def test_a_stop_sends_nothing_more(open_desk: Callable[..., Desk], stub: Stub) -
     assert stub.count("EMQ.PROMOTE") == stub.count("EMQ.STALLED.CHECK") == 0
     facts = desk.ledger.queues()[0]
     assert facts.promote.error == facts.stalled_check.error == 0
+
+
+# --- ten thousand names -------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_ten_thousand_queues_that_come_and_go_leave_nothing(
+    open_desk: Callable[..., Desk],
+) -> None:
+    """Case "Series of removed queues live on": discovered, swept and dropped one after another."""
+    desk = open_desk()
+    settings = Settings.model_validate({"node": {"url": desk.stub.url}, "queues": ["orders"]})
+    warm = 0
+    for number in range(10_000):
+        queue = f"queue-{number}"
+        desk.rounds.configure(settings, [queue])
+        desk.rounds.run("promote", [queue])
+        desk.rounds.run("stalled_check", [queue])
+        desk.stub.arrivals.clear()
+        if number == 1_000:
+            warm = resident_bytes()
+    assert [queue.name for queue in desk.ledger.queues()] == ["queue-9999"]
+    # 9,000 names of which only a counter's 100 bytes were kept would be as much.
+    assert resident_bytes() - warm < 1_000_000

@@ -514,7 +514,8 @@ def test_each_job_is_counted_once_through_reloads(
     """A reload leads from one node to another and back, again and again, in the middle of their
     backlogs: what both have promoted is what is counted."""
     other = start_node()
-    pending, number = wire.queue_key("orders", "pending"), 3_000
+    # Five times what a quick machine moves one by one before the last reload.
+    pending, number = wire.queue_key("orders", "pending"), 20_000
     with connect(other) as other_client:
         for each in (client, other_client):
             rows = each.pipeline(transaction=False)

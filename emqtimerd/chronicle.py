@@ -175,8 +175,10 @@ class Chronicle:
             return  # told once, for the node
         where = {"queue": queue, "verb": verb, "node": result.node}
         if result.failure:
-            if before != result.failure.code:
-                self._troubles[verb, queue] = result.failure.code
+            code = result.failure.code
+            # A slot that is on its way answers now ASK, now TRYAGAIN.
+            if before != code and not {before, code} <= wire.PASSING:
+                self._troubles[verb, queue] = code
                 self._log.error("sweep failed", **where, reason=result.failure.message)
         elif result.blocked:
             job_id = wire.printable(result.blocked.job_id or b"?")

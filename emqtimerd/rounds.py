@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from emqtimerd import wire
 from emqtimerd.chronicle import Chronicle
 from emqtimerd.config import NodeSettings, QueueSettings, Settings
 from emqtimerd.ledger import Ledger
@@ -41,9 +42,6 @@ and what came due meanwhile joins it."""
 QUEUE_BACKOFF_CAP_SECONDS = 5.0
 """A queue that refuses or errs is tried again after a growing pause, at most this or its interval:
 one small command each five seconds costs nobody anything, and who repairs a queue sees it move."""
-
-PASSING = frozenset({"ASK", "CLUSTERDOWN", "MOVED", "TRYAGAIN"})
-"""Replies of a cluster that is being changed: they end by themselves, and no pause helps."""
 
 RETRY_SECONDS = 5.0
 """When a sweep that failed through no fault of its queue is tried again, if its turn does not come
@@ -227,7 +225,7 @@ class Rounds:
     def _follow(self, duty: _Duty, result: SweepResult) -> list[Wake]:
         """Set the pause after an error, and the wake for a backlog or for the next due time."""
         sweep, now = duty.sweep, time.monotonic()
-        if result.failure and (result.failure.of_node or result.failure.code in PASSING):
+        if result.failure and (result.failure.of_node or result.failure.code in wire.PASSING):
             return [Wake(sweep.verb, sweep.queue, now + RETRY_SECONDS)]
         if result.blocked or result.failure:
             duty.failures += 1

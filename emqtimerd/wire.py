@@ -69,6 +69,9 @@ ERROR_CODES = frozenset(
 )
 """The codes that an error is counted under; every other one is counted as `other`."""
 
+PASSING = frozenset({"ASK", "CLUSTERDOWN", "MOVED", "TRYAGAIN"})
+"""Replies of a cluster that is being changed: they end by themselves, and no pause helps."""
+
 MAX_QUEUE_NAME_BYTES = 255
 
 LEASES_COUNTED = 1_000

@@ -175,6 +175,18 @@ def test_a_failing_queue_is_told_of_once(book: Book, chronicle: Chronicle) -> No
     assert book.take() == ["sweep works again"]
 
 
+def test_a_slot_on_its_way_is_one_trouble(book: Book, chronicle: Chronicle) -> None:
+    """A slot that moves is answered for now with ASK, now with TRYAGAIN; another error is news."""
+    for code in ("TRYAGAIN", "ASK", "TRYAGAIN", "CLUSTERDOWN"):
+        chronicle.tell([result(failure=Failure(code, code))])
+    assert book.take() == ["sweep failed"]
+    chronicle.tell([result(failure=Failure("OOM", "OOM no memory"))])
+    assert book.last("sweep failed")["reason"] == "OOM no memory"
+    chronicle.tell([result(failure=Failure("ASK", "ASK"))])
+    chronicle.tell([good()])
+    assert book.take() == ["sweep failed", "sweep failed", "sweep works again"]
+
+
 def test_the_verbs_of_a_queue_are_told_apart(book: Book, chronicle: Chronicle) -> None:
     """What blocks the one does not block the other."""
     refused = Failure("NOPERM", "NOPERM no permission")

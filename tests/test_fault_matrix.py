@@ -59,8 +59,9 @@ COUNTER: dict[Verb, str] = {"promote": "jobs_promoted", "stalled_check": "jobs_r
 INTERVAL_SECONDS = 0.05
 PAUSE_SECONDS = 0.2
 """The longest pause of a node or a queue, in place of 5 s."""
-TIMEOUT_SECONDS = 0.5
-"""Of a node: ten intervals, so that a busy machine is not taken for a fault."""
+TIMEOUT_SECONDS = 1.0
+"""Of a node: twenty intervals, so that a machine that stands still for a moment is not taken for a
+fault."""
 SLACK_SECONDS = 2.0
 """What a busy machine may add to a recovery; without the short pause it would take 5 s."""
 

@@ -299,6 +299,22 @@ def test_a_server_that_was_robbed_of_a_command(start_node: Callable[..., DevNode
     assert outcome(sweep(settings, limit=2)) == UNATTRIBUTED
 
 
+@pytest.mark.parametrize("command", ["MULTI", "EXEC"])
+def test_a_server_that_was_robbed_of_its_transactions(
+    start_node: Callable[..., DevNode], command: str
+) -> None:
+    """A stall check that begins one and cannot end it fails, so the check does not pass."""
+    node = start_node(extra_args=("--rename-command", command, ""))
+    settings = as_default(node, **EVERYTHING)
+    with connect(node) as client:
+        client.set(wire.BRAND_KEY, wire.BRAND)
+    report = examine(settings)
+    (found,) = told(report, "sweeps")
+    assert (found.result, report.exit_code) == ("fail", 1)
+    assert f"unknown command '{command}'" in found.found
+    assert "rename-command" in found.fix
+
+
 def test_the_table_of_losses_is_whole(node: DevNode) -> None:
     """Every word of the largest rule is taken away in some test."""
     assert [*WITHOUT] == acl_words(as_user(node, **EVERYTHING))

@@ -91,8 +91,12 @@ def probe(settings: Settings, node: Node, takes: Callable[[str], bool]) -> Allow
     needed = permissions(settings)
     queues, known = _queues_to_try(settings, takes)
     allowance = Allowance(len(needed), len(queues) if known else 0)
-    if _denies_exec(node):
+    executed = _executed(node)
+    # The server wraps a denial: "EXECABORT Transaction discarded because of: NOPERM …".
+    if isinstance(executed, wire.ReplyError) and "NOPERM" in str(executed):
         allowance.denied["+exec"] = _by_word("+exec")
+    elif isinstance(executed, wire.ReplyError):
+        allowance.refused[str(executed)] = list(queues)
     for start in range(0, len(queues), QUEUES_PER_PROBE):
         tries = [
             (permission, queue, permission.probe(settings, queue))
@@ -133,13 +137,12 @@ def _queued(node: Node, commands: Sequence[bytes]) -> list[wire.Reply] | wire.Re
         return link.exchange(list(commands), len(commands), deadline)
 
 
-def _denies_exec(node: Node) -> bool:
-    """Whether EXEC is denied, tried on an empty transaction."""
+def _executed(node: Node) -> wire.Reply:
+    """What the server says to EXEC after nothing; None if it does not take MULTI."""
     with contextlib.closing(node.dial()) as link:
         deadline = time.monotonic() + node.timeout_seconds
-        _, executed = link.exchange([wire.MULTI, wire.EXEC], 2, deadline)
-        # The server wraps the denial: "EXECABORT Transaction discarded because of: NOPERM …".
-        return isinstance(executed, wire.ReplyError) and "NOPERM" in str(executed)
+        opened, executed = link.exchange([wire.MULTI, wire.EXEC], 2, deadline)
+        return executed if opened == b"OK" else None
 
 
 def _by_word(word: str) -> Permission:
@@ -166,6 +169,8 @@ def _made_up(name: str, takes: Callable[[str], bool]) -> Iterator[str]:
 
 # --- judging ------------------------------------------------------------------------------------
 
+_RENAMED = "look for rename-command in the server's configuration"
+
 
 def acl(settings: Settings, allowance: Allowance) -> Iterator[Finding]:
     """What the ACL denies, each with the words that grant it."""
@@ -188,7 +193,7 @@ def acl(settings: Settings, allowance: Allowance) -> Iterator[Finding]:
         yield failed("acl", found, f"{grant} {' '.join(patterns)}")
     for permission in allowance.absent.values():
         found = f"the server has no {permission.command}: {permission.without}"
-        yield warned("acl", found, "look for rename-command in the server's configuration")
+        yield warned("acl", found, _RENAMED)
     if "+multi" in allowance.denied:
         yield skipped("acl", "without MULTI no other command can be tried without running it")
     elif allowance.is_whole:
@@ -206,7 +211,8 @@ def sweeps(allowance: Allowance, *, replica: bool) -> Iterator[Finding]:
     elif allowance.refused:
         for text, queues in allowance.refused.items():
             where = f" for {names([*dict.fromkeys(queues)])}" if allowance.queues else ""
-            fix = FIXES.get(text.partition(" ")[0], "")
+            renamed = _RENAMED if "unknown command" in text else ""
+            fix = FIXES.get(text.partition(" ")[0], renamed)
             yield failed("sweeps", f"refused now{where}: {text}", fix)
     elif allowance.stops_sweeps:
         yield denied("sweeps", "them, or the fence before them")

@@ -1,28 +1,37 @@
 """Connections to EMQ nodes: the fence, pipelines with a deadline, and what a fault means.
 
-redis-py dials, speaks TLS and authenticates; it retries nothing. After the fence a connection is
-a `Link`: one exchange at a time, a total deadline on each, and errors as plain values.
+After the fence a connection is a `Link`: one exchange at a time, a total deadline on each, and
+errors as plain values.
 """
 
 import contextlib
 import random
+import re
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import hiredis
 import redis
-from redis.connection import AbstractConnection
 
 from emqtimerd import wire
-from emqtimerd.config import ConfigError, NodeSettings, TlsSettings, read_secret
+from emqtimerd.config import ConfigError, NodeSettings
+from emqtimerd.dialling import (
+    MIN_WAIT_SECONDS,
+    Connection,
+    NoAnswer,
+    UnusableTls,
+    connector,
+    file_connector,
+    host_and_port,
+    reason,
+)
 
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_CAP_SECONDS = 5.0
@@ -32,14 +41,17 @@ short enough that a node is swept within a few intervals of its return."""
 READ_BYTES = 65_536
 """One read takes a whole pipeline's replies in the common case; also the usual socket buffer."""
 
-MIN_WAIT_SECONDS = 0.001
-"""A timeout of zero would switch the socket to non-blocking: sending waits this long at least."""
-
 _MORE = object()
 
 # What the parser makes of bytes that are no protocol: the last two of maps and sets that Python
 # cannot keep, and of lengths that no memory holds.
 _NO_PROTOCOL = (hiredis.HiredisError, TypeError, MemoryError)
+
+# Where a reply announces tens of millions of elements, for which the parser would make room: what a
+# sweep is answered with has some thousands. Room for 10⁹ takes 10 s to give back, and all threads
+# stand still that long.
+_BOUNDLESS = re.compile(rb"\r\n[*~%>|]\d{8}")
+_BOUNDLESS_BYTES = len(b"\r\n*12345678")
 
 CLOCK_WINDOW_SECONDS = 10.0
 """How long a measured distance between the clocks is trusted: even at 100 ppm of drift, which is
@@ -95,10 +107,6 @@ class Replaced(NotTried):
     """Another server process answers than the one that the round was meant for."""
 
 
-class UnusableTls(Exception):
-    """What `node.tls` names cannot be used; the message says which setting, and why."""
-
-
 class FenceRefused(NodeFault):
     """The server is not an EMQ node of this wire: a token is missing, or the brand is another."""
 
@@ -133,7 +141,7 @@ class Identity:
 class Link:
     """One fenced connection to one server."""
 
-    def __init__(self, node: str, connection: AbstractConnection) -> None:
+    def __init__(self, node: str, connection: Connection) -> None:
         self._node = node
         self._connection = connection
         # redis-py has no public way to its socket, and its own reader has no total deadline:
@@ -141,6 +149,9 @@ class Link:
         self._socket = cast("socket.socket", connection._sock)
         self._reader = hiredis.Reader(replyError=wire.ReplyError, notEnoughData=_MORE)
         self._usable = True
+        # As if a reply had been read: the first one begins a line, too.
+        self._read_last = b"\r\n"
+        self._boundless = False
         self.run_id = ""
         """Which server process is at the other end; set by the fence."""
         self.generation = 0
@@ -175,14 +186,14 @@ class Link:
         except TimeoutError as error:
             raise self._lose("timeout", "no reply within the timeout", replies) from error
         except (OSError, *_NO_PROTOCOL) as error:
-            what = f"the connection broke before the reply ({_reason(error)})"
+            what = f"the connection broke before the reply ({reason(error)})"
             raise self._lose("connection", what, replies) from error
         except BaseException:
             # An interrupt leaves replies unread: the next user of this link would take them for
             # its own.
             self.close()
             raise
-        if self._reader.has_data():
+        if self._reader.has_data() or self._boundless:
             # Whose they are, nobody can say; a count among them may be that of another queue.
             raise self._lose("shape", "there were more replies than commands", [])
         self.answered_at = time.monotonic()
@@ -194,6 +205,8 @@ class Link:
         return self.lost
 
     def _read_more(self, deadline: float) -> None:
+        if self._boundless:
+            raise MemoryError("it announces more elements than there can be")
         wait = deadline - time.monotonic()
         if wait <= 0:
             raise TimeoutError
@@ -201,6 +214,13 @@ class Link:
         data = self._socket.recv(READ_BYTES)
         if not data:
             raise ConnectionResetError("the server closed the connection")
+        read = self._read_last + data
+        self._read_last = read[1 - _BOUNDLESS_BYTES :]
+        if found := _BOUNDLESS.search(read):
+            # What was answered before it counts. In the midst of a job's id it would be taken for
+            # an announcement as well, which costs that one sweep its count.
+            self._boundless = True
+            data = data[: max(found.start() + len(b"\r\n") - (len(read) - len(data)), 0)]
         self._reader.feed(data)
 
     def drop(self) -> None:
@@ -265,23 +285,27 @@ class Node:
     One that was found through others (`found`) must be a primary. `brand_is_here` is asked at each
     fence and says whether the server has the brand; it raises NodeFault where another one has it
     and does not say the right one. `predecessor` is the `run_id` of whom it took over from, ""
-    where that is not known, None for a server that was there at our own start.
+    where that is not known, None for a server that was there at our own start. `failing_since`
+    says when an outage began that others met before there was this object (monotonic seconds).
     """
 
     def __init__(
         self,
         name: str,
-        dial: Callable[[], AbstractConnection],
+        dial: Callable[[], Connection],
         timeout: float,
         *,
         found: bool = False,
         brand_is_here: Callable[["Node"], bool] = lambda _: True,
         predecessor: str | None = None,
+        failing_since: float | None = None,
     ) -> None:
         self.name = name
         self.timeout_seconds = timeout
         self.identity: Identity | None = None
         """What the latest fence read; None before the first one passed."""
+        self.failing_since = failing_since
+        """When the first question of an outage that lasts was asked (monotonic seconds)."""
         self.peek_allowed = True
         """Whether the node's ACL lets us peek; a new connection asks again."""
         self.clock = ServerClock()
@@ -295,7 +319,6 @@ class Node:
         self._connecting = threading.Lock()
         self._closed = False
         self._failures = 0
-        self._failing_since: float | None = None
         self._failed_at = float("-inf")
         self._retry_at = 0.0
         self._last_fault: NodeFault | None = None
@@ -334,7 +357,7 @@ class Node:
         if link.lost and current:
             # The other links lead to the same server: each would cost its user a timeout.
             self._lost = link.lost
-            self._failing_since = self._failing_since or link.asked_at
+            self.failing_since = self.failing_since or link.asked_at
             self.drop_idle()
 
     @property
@@ -418,7 +441,7 @@ class Node:
                 self._failed_at = time.monotonic()
                 # From the first question that was not answered, not from when waiting for it ended:
                 # two timeouts may be longer than the grace that an outage is measured for.
-                self._failing_since = self._failing_since or begun
+                self.failing_since = self.failing_since or begun
                 # The cap is reached long before the exponent is: a node may be dead for days.
                 doubled = BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures - 1, 32)
                 pause = min(doubled, BACKOFF_CAP_SECONDS)
@@ -437,7 +460,7 @@ class Node:
     def _works(self) -> None:
         self._untold = None
         self._failures = 0
-        self._failing_since = None
+        self.failing_since = None
         self._last_fault = self._lost = None
 
     def _note_return(self, identity: Identity) -> None:
@@ -448,8 +471,8 @@ class Node:
             known.append(_Return(identity.started, float("inf")))
         elif before != identity.run_id:
             known.append(_Return(now, float("inf")))
-        if self._failing_since is not None:
-            known.append(_Return(now, now - self._failing_since))
+        if self.failing_since is not None:
+            known.append(_Return(now, now - self.failing_since))
         # One that was followed by a longer outage makes no grace any longer. So few are left that
         # it does not matter that nobody waits for the oldest of them any more.
         self._returns = []
@@ -493,13 +516,16 @@ class Node:
             if connection is not None:
                 connection.disconnect()  # type: ignore[no-untyped-call]
             raise Unreachable(self.name, "NOAUTH", f"cannot log in: {error}") from error
+        except NoAnswer as error:
+            what = f"{error} within node.connect_timeout"
+            raise Unreachable(self.name, "timeout", what) from error
         except UnusableTls as error:
             raise Unreachable(self.name, "connection", f"TLS cannot be begun: {error}") from error
         except redis.AuthenticationError as error:
             raise Unreachable(
                 self.name,
                 "WRONGPASS",
-                f"authentication was refused ({_reason(error)}); check the user name and the "
+                f"authentication was refused ({reason(error)}); check the user name and the "
                 "password (node.username, node.password_file, or the URL)",
             ) from error
         except redis.BusyLoadingError as error:
@@ -519,11 +545,11 @@ class Node:
             raise Unreachable(
                 self.name,
                 "connection",
-                f"cannot connect{self._where(connection)} ({_reason(error)})",
+                f"cannot connect{self._where(connection)} ({reason(error)})",
             ) from error
         return Link(self.name, connection)
 
-    def _where(self, connection: AbstractConnection | None) -> str:
+    def _where(self, connection: Connection | None) -> str:
         """Where the connection leads, if the node's name does not say it."""
         if not self._found or not isinstance(connection, redis.Connection):
             return ""
@@ -625,157 +651,11 @@ def _handshake_fault(node: str, command: str, error: wire.ReplyError) -> NodeFau
     return NotReady(node, error.code, f"{command} was refused: {error}")
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost words of an error; redis-py wraps the operating system's in its own."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
-
-
-# --- dialling -----------------------------------------------------------------------------------
-
-
-class _Credentials(redis.CredentialProvider):
-    """User name and password, the file read anew at each connection so that rotation needs no
-    restart."""
-
-    def __init__(self, username: str, password_file: str) -> None:
-        self._username = username
-        self._password_file = password_file
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = read_secret(self._password_file)
-        return (self._username, password) if self._username else (password,)
-
-
-class _TlsConnection(redis.SSLConnection):
-    """redis-py's TLS connection, with a server name that may differ from the dialled host, and
-    with no authority beside the one that is named: redis-py trusts the system's as well, and reads
-    all of them at each connection (45 ms of processor time)."""
-
-    def __init__(self, tls: TlsSettings, **options: Any) -> None:
-        self._tls = tls
-        # Anew for each connection: files are rotated. Before there is a socket, which would be left
-        # open if they cannot be used.
-        self._context = _tls_context(tls)
-        super().__init__(**options)
-
-    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
-        # The TLS session is a part of connecting, and its time counts as such.
-        sock.settimeout(self.socket_connect_timeout)
-        name = self._tls.server_name or self._host
-        wrapped = self._context.wrap_socket(sock, server_hostname=name)
-        wrapped.settimeout(self.socket_timeout)
-        return wrapped
-
-
-def _tls_context(tls: TlsSettings) -> ssl.SSLContext:
-    """Return what a TLS session is made with. Raises UnusableTls."""
-    try:
-        tls.server_name.encode("idna")
-    except UnicodeError as error:
-        raise UnusableTls(f"tls.server_name ({tls.server_name}): {error}") from error
-    try:
-        context = ssl.create_default_context(cafile=tls.ca_file or None)
-    except OSError as error:
-        raise UnusableTls(f"tls.ca_file ({tls.ca_file}): {_reason(error)}") from error
-    # The floor of today's TLS; Python's default context may allow less on old systems.
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if tls.cert_file:
-        try:
-            # Without a key file, the key is expected in the same file.
-            context.load_cert_chain(tls.cert_file, tls.key_file or None, _no_passphrase)
-        except OSError as error:
-            files = " and ".join(filter(None, (tls.cert_file, tls.key_file)))
-            raise UnusableTls(f"tls.cert_file and key_file ({files}): {_reason(error)}") from error
-    return context
-
-
-def _no_passphrase() -> str:
-    """Called for a key that is encrypted; else OpenSSL would ask for it on the terminal, and wait
-    there for ever."""
-    raise UnusableTls(
-        "the key of tls.cert_file is encrypted, and nobody is there to be asked for its passphrase"
-    )
-
-
-class _UnixConnection(redis.UnixDomainSocketConnection):
-    """redis-py's connection over a socket file; the abstract `host` of its base stays unused."""
-
-    host = ""
-
-
-Connection: TypeAlias = AbstractConnection
-Connector: TypeAlias = Callable[[str, int], Connection]
-"""Makes a connection to a host and port; it is not connected yet."""
-
-
-def host_and_port(host: str, port: int) -> str:
-    """Write an address as people do."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def open_node(settings: NodeSettings) -> Node:
+def open_node(settings: NodeSettings, failing_since: float | None = None) -> Node:
     """Return the one server that the settings name; nothing is dialled before the first link."""
     url = settings.url
     if url.scheme == "unix":
-        options = _options(settings) | _login(settings) | {"path": url.socket, "db": url.db}
-        dial = partial(_connection, _UnixConnection, **options)
-        return Node(url.socket, dial, settings.timeout_seconds)
-    host, port = url.hosts[0]
-    connect = connector(settings)
-    return Node(host_and_port(host, port), lambda: connect(host, port), settings.timeout_seconds)
-
-
-def connector(settings: NodeSettings) -> Connector:
-    """Return what dials the servers of a node: its credentials, its TLS, its database."""
-    options = _options(settings) | _login(settings) | {"db": settings.url.db}
-    return _connector(options, settings.tls if settings.url.tls else None)
-
-
-def sentinel_connector(settings: NodeSettings, patience_seconds: float) -> Connector:
-    """Return what dials its sentinels, which have credentials and TLS of their own."""
-    sentinel = settings.sentinel
-    options = _options(settings)
-    options["socket_connect_timeout"] = options["socket_timeout"] = patience_seconds
-    if sentinel.password_file:
-        credentials = _Credentials(sentinel.username, sentinel.password_file)
-        options["credential_provider"] = credentials
-    return _connector(options, sentinel.tls if sentinel.tls.enabled else None)
-
-
-def _connector(options: dict[str, Any], tls: TlsSettings | None) -> Connector:
-    kind = redis.Connection if tls is None else _TlsConnection
-    options = options if tls is None else options | {"tls": tls}
-    return lambda host, port: _connection(kind, host=host, port=port, **options)
-
-
-def _connection(kind: Callable[..., Connection], **options: Any) -> Connection:
-    connection = kind(**options)
-    # No CLIENT SETINFO: an ACL with little more than the two verbs must do. An option will not:
-    # to redis-py 7 its absence means the default.
-    connection.driver_info = None
-    return connection
-
-
-def _options(settings: NodeSettings) -> dict[str, Any]:
-    return {
-        # No HELLO either.
-        "protocol": 2,
-        "socket_connect_timeout": settings.connect_timeout_seconds,
-        "socket_timeout": settings.timeout_seconds,
-        # One arrival a sweep: a verb whose reply is late must never be sent again by itself.
-        "retry": None,
-    }
-
-
-def _login(settings: NodeSettings) -> dict[str, Any]:
-    """How the connection authenticates; what stands beside the URL is stronger than the URL."""
-    username = settings.username or settings.url.username
-    if settings.password_file:
-        return {"credential_provider": _Credentials(username, settings.password_file)}
-    if settings.url.password is None:
-        return {}
-    return {"username": username or None, "password": settings.url.password.get_secret_value()}
+        name, dial = url.socket, file_connector(settings)
+    else:
+        name, dial = host_and_port(*url.hosts[0]), partial(connector(settings), *url.hosts[0])
+    return Node(name, dial, settings.timeout_seconds, failing_since=failing_since)

@@ -14,18 +14,15 @@ from typing import ClassVar, NoReturn, TypeVar
 
 from emqtimerd import wire
 from emqtimerd.config import NodeSettings
+from emqtimerd.dialling import Connection, connector, host_and_port, sentinel_connector
 from emqtimerd.node import (
-    Connection,
     FenceRefused,
     Node,
     NodeFault,
     NotReady,
     Unreachable,
-    connector,
     first_fault,
-    host_and_port,
     open_node,
-    sentinel_connector,
 )
 
 TEND_SECONDS = 0.5
@@ -103,18 +100,26 @@ class Nodes:
         """Tell who the primaries are and who says so. Raises NodeFault."""
         return Account("one server")
 
+    def failing_since(self) -> float | None:
+        """Say since when one of them has been failing (monotonic seconds); None if all work."""
+        since = (node.failing_since for node in self.primaries())
+        return min((each for each in since if each is not None), default=None)
+
     def close(self) -> None:
         """Close the connections."""
         self._node.close()
 
 
-def open_nodes(settings: NodeSettings) -> Nodes:
-    """Return the nodes that the settings name; nothing is dialled before it is needed."""
+def open_nodes(settings: NodeSettings, failing_since: float | None = None) -> Nodes:
+    """Return the nodes that the settings name; nothing is dialled before it is needed.
+
+    `failing_since` is of the nodes before them: what these find is the end of that outage.
+    """
     if settings.url.topology == "sentinel":
-        return SentinelNodes(settings)
+        return SentinelNodes(settings, failing_since)
     if settings.url.topology == "cluster":
-        return ClusterNodes(settings)
-    return Nodes(open_node(settings))
+        return ClusterNodes(settings, failing_since)
+    return Nodes(open_node(settings, failing_since))
 
 
 # --- Sentinel -----------------------------------------------------------------------------------
@@ -128,13 +133,21 @@ class SentinelNodes(Nodes):
 
     watched = True
 
-    def __init__(self, settings: NodeSettings) -> None:
+    def __init__(self, settings: NodeSettings, failing_since: float | None = None) -> None:
         self._sentinels = _Sentinels(settings)
         self._connect = connector(settings)
         self._address: tuple[str, int] | None = None
         self._asked_at = float("-inf")
         url = settings.url
-        super().__init__(Node(url.master, self._dial, settings.timeout_seconds, found=True))
+        super().__init__(
+            Node(
+                url.master,
+                self._dial,
+                settings.timeout_seconds,
+                found=True,
+                failing_since=failing_since,
+            )
+        )
 
     def refresh(self, told: str = "") -> None:
         """Ask the sentinels, and leave the server that they no longer name: it may have lost all
@@ -343,13 +356,16 @@ class ClusterNodes(Nodes):
 
     watched = tended = True
 
-    def __init__(self, settings: NodeSettings) -> None:
+    def __init__(self, settings: NodeSettings, failing_since: float | None = None) -> None:
         self._settings = settings
         self._connect = connector(settings)
         name = ",".join(host_and_port(*seed) for seed in settings.url.hosts)
         # Stands for whoever ought to have a slot that nobody serves, and for all before anything
         # is known. To connect to it is to look who there is; it never answers.
-        super().__init__(Node(name, self._dial_nobody, settings.timeout_seconds))
+        nobody = Node(
+            name, self._dial_nobody, settings.timeout_seconds, failing_since=failing_since
+        )
+        super().__init__(nobody)
         self._map: _Map | None = None
         self._asked_at = float("-inf")
         self._read_at = float("-inf")
@@ -523,6 +539,8 @@ class ClusterNodes(Nodes):
             brand_is_here=self._brand_is_here,
             # One that was not there at our own start begins like one that was restarted just now.
             predecessor=((forebear and forebear.run_id) or "") if self._map else None,
+            # The stand-in knows of an outage before anybody had the map.
+            failing_since=None if self._map else self._node.failing_since,
         )
 
     def _follow(self, before: _Map | None, now: _Map) -> None:

@@ -4,7 +4,8 @@ import re
 import ssl
 
 from emqtimerd.config import ConfigError, NodeSettings
-from emqtimerd.node import FenceRefused, NodeFault, Unreachable, UnusableTls
+from emqtimerd.dialling import NoAnswer, UnusableTls
+from emqtimerd.node import FenceRefused, NodeFault, Unreachable, first_fault
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -50,11 +51,14 @@ def names_no_database(fault: NodeFault) -> bool:
 
 def fix(settings: NodeSettings, fault: NodeFault) -> str:
     """What to do about it, in one sentence; empty where the fault's own message says it."""
+    fault = first_fault(fault)
     if isinstance(fault.__cause__, UnusableTls):
         return (
             "let node.tls name PEM files that this user can read: certificates in ca_file, and one "
             "with its key, not encrypted, in cert_file and key_file; server_name is a host name"
         )
+    if isinstance(fault.__cause__, NoAnswer):
+        return "see to the name servers of this machine, or put an address into node.url"
     if error := tls_error(fault):
         return _tls_fix(settings, error)
     if isinstance(fault.__cause__, ConfigError):

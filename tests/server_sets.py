@@ -20,7 +20,7 @@ from emqtimerd import wire
 from emqtimerd.devnode import DevNode
 from emqtimerd.devnode.node import _free_port
 from emqtimerd.devnode.process import Process, end, spawn
-from emqtimerd.node import host_and_port
+from emqtimerd.dialling import host_and_port
 
 START_SECONDS = 60.0
 """How long a set of servers may take to stand: three seconds here, and a minute on a tired machine

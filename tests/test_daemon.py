@@ -473,6 +473,34 @@ def test_a_changed_url_leads_to_the_other_node(open_daemon: Open, stub: Stub) ->
         daemon.wait_ready()
 
 
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
+def test_a_reload_in_the_midst_of_an_outage_does_not_shorten_its_grace(
+    open_daemon: Open, stub: Stub, scheme: str
+) -> None:
+    """Who mends the settings while nothing can be reached has living workers all the same: their
+    leases are left alone for the grace, counted from the return and not from the reload."""
+    address = stub.url.removeprefix("redis://")
+    server = array(bulk(b"127.0.0.1"), integer(stub.port), bulk(b"a" * 40))
+    stub.on("CLUSTER", array(array(integer(0), integer(16383), server)), lasting=True)
+    stub.on("SENTINEL", ids(b"127.0.0.1", b"%d" % stub.port), lasting=True)
+    path = "/main/0" if scheme == "redis+sentinel" else ""
+    url, grace_seconds = f"{scheme}://{address.split('/')[0]}{path}", 1.0
+    check = {"interval": "100ms", "restart_grace": f"{grace_seconds}s"}
+    daemon = open_daemon(url, ["orders"], promote={"interval": "100ms"}, stalled_check=check)
+    wait_until(lambda: stub.count("EMQ.STALLED.CHECK"), "a first check")
+    stub.stop_listening()
+    stub.hang_up()
+    begun = time.monotonic()
+    daemon.wait_told("node down")
+    wait_until(lambda: time.monotonic() > begun + 1.2 * grace_seconds, "an outage over the grace")
+    daemon.reload(node={"url": url, "timeout": "3s"})
+    daemon.wait_told("node down", times=2)
+    known, back = stub.count("EMQ.STALLED.CHECK"), time.monotonic()
+    stub.heal()
+    wait_until(lambda: stub.count("EMQ.STALLED.CHECK") > known, "checks again")
+    assert time.monotonic() - back > grace_seconds
+
+
 def node_up(stub: Stub) -> str:
     return f'emqtimerd_node_up{{node="127.0.0.1:{stub.port}"}}'
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -36,6 +38,7 @@ from stub import (
 
 from emqtimerd import node as nodes
 from emqtimerd import wire
+from emqtimerd.config import NodeSettings
 from emqtimerd.devnode import DevNode
 from emqtimerd.node import (
     BackingOff,
@@ -49,6 +52,7 @@ from emqtimerd.node import (
     ServerClock,
     Unreachable,
 )
+from emqtimerd.verdict import fix
 
 PING = wire.pack("PING")
 
@@ -277,6 +281,82 @@ def test_a_host_that_is_no_name_is_unreachable(open_to: Callable[..., Node]) -> 
         handshake(open_to("redis://no-such-host.invalid:6379/0"))
 
 
+class NameServers:
+    """What names lead to, in place of the resolver; an address leads to itself."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {}
+        self.answering = threading.Event()
+        self.asked: list[str] = []
+        self._look_up = socket.getaddrinfo
+
+    def getaddrinfo(self, host: str, *what: Any, **more: Any) -> list[Any]:
+        if host not in self.names:
+            return self._look_up(host, *what, **more)
+        self.asked.append(host)
+        self.answering.wait()
+        return [
+            found for address in self.names[host] for found in self._look_up(address, *what, **more)
+        ]
+
+
+@pytest.fixture
+def name_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServers]:
+    servers = NameServers()
+    monkeypatch.setattr(socket, "getaddrinfo", servers.getaddrinfo)
+    yield servers
+    servers.answering.set()
+
+
+def test_a_name_that_is_not_looked_up_in_time_is_a_timeout(
+    stub: Stub, open_to: Callable[..., Node], name_servers: NameServers
+) -> None:
+    """The resolver's own limit may be half a minute. One look-up is under way at a time, and its
+    answer is used once it comes."""
+    name_servers.names["node.test"] = ["127.0.0.1"]
+    node = open_to(f"redis://node.test:{stub.port}", connect_timeout="100ms")
+    for _ in range(3):
+        with pytest.raises(Unreachable) as caught:
+            node.dial()
+    assert caught.value.code == "timeout"
+    what = "no answer to the look-up of node.test within node.connect_timeout"
+    assert caught.value.message == what
+    assert "name servers" in fix(NodeSettings(), caught.value)
+    assert name_servers.asked == ["node.test"]
+    name_servers.answering.set()
+    # The one that is under way may not have ended yet.
+    wait_until(lambda: not _looking_up(), "the look-up has ended")
+    node.dial().close()
+    assert name_servers.asked == ["node.test"] * 2
+
+
+def _looking_up() -> bool:
+    return any(thread.name == "emqtimerd-name" for thread in threading.enumerate())
+
+
+def test_all_addresses_of_a_name_share_the_time(
+    stub: Stub, open_to: Callable[..., Node], name_servers: NameServers
+) -> None:
+    """Behind two addresses that are silent and one that refuses, the fourth is reached in time."""
+    name_servers.answering.set()
+    name_servers.names["node.test"] = [f"127.0.0.{n}" for n in (2, 3, 4, 1)]
+    with contextlib.ExitStack() as silent:
+        for number in (2, 3):
+            there = (f"127.0.0.{number}", stub.port)
+            server = silent.enter_context(socket.create_server(there, backlog=0))
+            # Whoever comes after the first is left without an answer: the queue is full.
+            for _ in range(2):
+                waits = silent.enter_context(socket.socket())
+                waits.setblocking(False)
+                waits.connect_ex(there)
+            assert server.fileno() >= 0
+        node = open_to(f"redis://node.test:{stub.port}", connect_timeout="2s")
+        started = time.monotonic()
+        handshake(node)
+        # Half a second for each; with all the time for each it would be four seconds.
+        assert 0.9 < time.monotonic() - started < 3
+
+
 @pytest.mark.parametrize("verb", ["EMQ.VERSION", "AUTH"])
 def test_a_silent_handshake_ends_at_the_timeout(
     stub: Stub, open_to: Callable[..., Node], verb: str
@@ -363,13 +443,14 @@ def test_a_server_that_is_not_trusted_is_unreachable(
     assert secure.arrivals == []
 
 
-def test_a_server_without_tls_is_unreachable_by_tls(
-    stub: Stub, open_to: Callable[..., Node]
-) -> None:
+def test_a_server_without_tls_is_unreachable_by_tls(open_to: Callable[..., Node]) -> None:
     """A TLS hello that is not answered ends the try within the connect timeout."""
     started = time.monotonic()
-    with pytest.raises(Unreachable) as caught:
-        handshake(open_to(stub.url.replace("redis://", "rediss://"), connect_timeout="300ms"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        node = open_to(f"rediss://127.0.0.1:{port}", connect_timeout="300ms")
+        with pytest.raises(Unreachable) as caught:
+            handshake(node)
     assert caught.value.code == "timeout"
     assert time.monotonic() - started < 3
 
@@ -468,6 +549,29 @@ def test_bytes_that_are_no_protocol_break_the_connection(
     with pytest.raises(Lost) as caught, open_to(stub.url).link() as link:
         ask(link, PING)
     assert caught.value.code == "connection"
+
+
+@pytest.mark.parametrize("header", [b"*1000000000", b"%99999999", b"*2\r\n:1\r\n~12345678"])
+def test_a_reply_without_bounds_is_refused_before_there_is_room_for_it(
+    stub: Stub, open_to: Callable[..., Node], header: bytes
+) -> None:
+    """The parser would take seconds to give that room back, and no thread would run meanwhile."""
+    stub.on("PING", simple("one"), Answer(header + b"\r\n"))
+    started = time.process_time()
+    link = open_to(stub.url).dial()
+    with pytest.raises(Lost, match="more elements than there can be") as caught:
+        link.exchange(PING * 2, 2, time.monotonic() + 60)
+    assert (caught.value.code, caught.value.replies) == ("connection", [b"one"])
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_it_is_refused_in_pieces_too(cut: int) -> None:
+    """Wherever the bytes are cut, and also as a reply too many."""
+    said = b":1\r\n*1000000000\r\n:7\r\n"
+    pieces = [said[: cut + 3], said[cut + 3 :]]
+    assert heard(pieces, 2, ends=False) == ("connection", "[1]")
+    assert heard([said], 1, ends=False) == ("shape", "[]")
 
 
 TOO_MANY: dict[str, Answer] = {

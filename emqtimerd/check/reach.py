@@ -6,7 +6,8 @@ from pathlib import Path
 from emqtimerd import verdict, wire
 from emqtimerd.check.findings import Finding, failed, passed, warned
 from emqtimerd.config import NodeSettings
-from emqtimerd.node import NodeFault, Unreachable, UnusableTls
+from emqtimerd.dialling import UnusableTls
+from emqtimerd.node import NodeFault, Unreachable
 from emqtimerd.topology import Account
 from emqtimerd.verdict import EXIT_UNREACHABLE
 

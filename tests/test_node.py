@@ -87,6 +87,18 @@ def test_the_fence_reads_who_the_server_is(
     )
 
 
+def test_a_node_that_serves_more_than_jobs_is_welcome(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """The tokens of the bus come after those of the job core; what one does not know is no harm."""
+    bus = (*wire.TOKENS, "append", "failures.incr", "publish", "of.another.day")
+    stub.on("EMQ.VERSION", bulk(" ".join(bus).encode()))
+    node = open_to(stub.url)
+    handshake(node)
+    assert node.identity is not None
+    assert node.identity.tokens == bus
+
+
 FENCES: dict[str, tuple[str, Answer, str]] = {
     "no job core": (
         "EMQ.VERSION",

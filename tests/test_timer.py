@@ -446,9 +446,18 @@ def test_after_an_overrun_the_next_point_counts(
             release.wait(10)
         return ()
 
+    def next_point() -> float:
+        (phase,) = (job for job in timer._scheduler.get_jobs() if job.func == timer._fire)
+        return float(phase.next_run_time.timestamp())
+
     record.wakes = slow_once
-    start({promote(0.1): ["orders"]})
-    wait_until(lambda: record.skips["promote"] >= 3, "three points slept through")
+    timer = start({promote(0.1): ["orders"]})
+    wait_until(lambda: record.calls, "the sweep that is slow")
+    first = next_point()
+    wait_until(
+        lambda: record.skips["promote"] == round((next_point() - first) / 0.1) >= 5,
+        "each point slept through is a skip",
+    )
     assert len(record.calls) == 1
     release.set()
     freed, skipped = time.monotonic(), record.skips["promote"]

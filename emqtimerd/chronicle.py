@@ -87,15 +87,18 @@ class Chronicle:
         with self._lock:
             if node in self._up:
                 return
-            back = self._down.pop(node, None)
+            more: dict[str, object] = {}
+            if back := self._down.pop(node, None):
+                more["after"] = back
+            if missing := [token for token in wire.TOKENS if token not in identity.tokens]:
+                more["missing_tokens"] = missing
             self._up.add(node)
             self._log.info(
                 "node up",
                 node=node,
                 run_id=identity.run_id,
                 version=identity.version,
-                after=back,
-                missing_tokens=[token for token in wire.TOKENS if token not in identity.tokens],
+                **more,
             )
 
     def restarted(

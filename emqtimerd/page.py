@@ -360,7 +360,10 @@ def _extent(view: View, first: int, shown: int, found: int, total: int) -> str:
         which = f"{_count(found, 'queue')}{matching}"
     else:
         which = f"{first + 1:,} to {first + shown:,} of {_count(found, 'queue')}{matching}"
-    return f"{which}: blocked first, then failing, then the longest overdue, then the busiest."
+    return (
+        f"{which}: blocked first, then failing, then the longest overdue, then the busiest. "
+        "What is in a queue is as of its last stall check."
+    )
 
 
 def _pages(view: View, number: int, pages: int) -> str:

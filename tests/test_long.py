@@ -31,7 +31,7 @@ def test_five_thousand_idle_queues_for_five_minutes(
     """Idle cost: sweeps are queues times verbs over the interval, and no more; the reads beside
     them are the documented ones; only what is listed is touched; a late queue is picked up."""
     queues = [f"q{number}" for number in range(QUEUES)]
-    schedule(client, "unlisted", "JOB1", -1_000)
+    schedule(client, "unlisted", "JOB1")
     config = f"""
         queues = {json.dumps(queues)}
         http.listen = "127.0.0.1:0"
@@ -68,7 +68,7 @@ def test_five_thousand_idle_queues_for_five_minutes(
         beside = {"zrange", "zcard", "multi", "exec", "eval_ro", "time", "info", "config|resetstat"}
         fence = {"client|setname", "emq.version", "get"}
         assert set(count) - fence <= {*turns, *beside}
-        schedule(client, "q7", "JOB1", -1_000)
+        schedule(client, "q7", "JOB1")
         daemon.wait_value('emqtimerd_jobs_promoted_total{queue="q7"}', 1)
         assert client.zcard(wire.queue_key("unlisted", "schedule")) == 1
         assert daemon.stop() == 0

@@ -10,6 +10,7 @@ from typing import Any
 from emqtimerd import verdict, wire
 from emqtimerd.config import Settings
 from emqtimerd.node import Identity, Node, NodeFault, first_fault
+from emqtimerd.preview import foresee
 from emqtimerd.sweeper import (
     VERBS,
     Blocked,
@@ -20,7 +21,6 @@ from emqtimerd.sweeper import (
     SweepResult,
     Verb,
     failed,
-    foresee,
     run_round,
 )
 from emqtimerd.topology import Nodes, open_nodes

@@ -37,7 +37,8 @@ from emqtimerd import sweeper as sweepers
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
 from emqtimerd.node import Identity, Link, Node
-from emqtimerd.sweeper import Sweep, SweepResult, Verb, foresee, run_round
+from emqtimerd.preview import foresee
+from emqtimerd.sweeper import Sweep, SweepResult, Verb, run_round
 
 VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
 COMMAND = {"promote": "EMQ.PROMOTE", "stalled_check": "EMQ.STALLED.CHECK"}

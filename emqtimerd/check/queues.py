@@ -9,7 +9,8 @@ from emqtimerd.acl import quoted
 from emqtimerd.check.findings import Finding, failed, passed, skipped
 from emqtimerd.config import Settings
 from emqtimerd.node import Link, Node
-from emqtimerd.sweeper import VERBS, Sweep, SweepResult, Verb, foresee
+from emqtimerd.preview import foresee
+from emqtimerd.sweeper import VERBS, Sweep, SweepResult, Verb
 from emqtimerd.verdict import FIXES
 
 QUEUES_PER_PAGE = 500

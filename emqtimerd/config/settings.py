@@ -150,7 +150,9 @@ class NodeSettings(Section):
     )
     # Up to ten minutes: longer waits outlast every timeout that a network has of its own.
     connect_timeout_seconds: Annotated[float, duration("10ms", "10m")] = Field(
-        default=3.0, alias="connect_timeout", description="how long one attempt to connect may take"
+        default=3.0,
+        alias="connect_timeout",
+        description="how long one attempt to connect may take, the look-up of a name included",
     )
     timeout_seconds: Annotated[float, duration("10ms", "10m")] = Field(
         default=5.0,

@@ -41,6 +41,10 @@ class NoAnswer(Exception):
     """The name servers did not answer in time."""
 
 
+_AS_NUMBERS = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+"""Written as it is, without asking anybody for a name."""
+
+
 class _LookUps:
     """Looks names up in threads of their own: the resolver has a limit of half a minute and more,
     and nobody can end it sooner. Who asks again meanwhile waits for the same answer."""
@@ -54,23 +58,30 @@ class _LookUps:
         with self._lock:
             answer = self._asked.get(host)
             if answer is None:
-                answer = self._asked[host] = Future()
+                answer = Future()
                 run = partial(self._ask, host, answer)
-                threading.Thread(target=run, name="emqtimerd-name", daemon=True).start()
+                try:
+                    threading.Thread(target=run, name="emqtimerd-name", daemon=True).start()
+                except RuntimeError as error:
+                    raise OSError(str(error)) from error
+                # Only now: nobody is to wait for a thread that there is not. It may have its answer
+                # already, and waits for the lock to take itself out.
+                self._asked[host] = answer
         try:
             return answer.result(seconds)
         except TimeoutError as error:
-            if answer.done():
-                raise
             raise NoAnswer(f"no answer to the look-up of {host}") from error
 
     def _ask(self, host: str, answer: Future[list[str]]) -> None:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            # In full: what an answer begins with lacks the zone, without which an address of one
+            # link leads nowhere.
+            addresses = [socket.getnameinfo(where, _AS_NUMBERS)[0] for *_, where in found]
         except (OSError, UnicodeError) as error:
             answer.set_exception(error)
         else:
-            answer.set_result(list(dict.fromkeys(str(where[0]) for *_, where in found)))
+            answer.set_result(list(dict.fromkeys(addresses)))
         finally:
             with self._lock:
                 del self._asked[host]
@@ -83,17 +94,19 @@ class _TcpConnection(redis.Connection):
     """redis-py's TCP connection, with one limit for looking up the name and trying its addresses:
     redis-py has none for the one, and gives each of the others all the time."""
 
+    _connect_until = 0.0
+    """When connecting is to have ended (monotonic seconds)."""
+
     def _connect(self) -> socket.socket:
         name, limit = self.host, cast("float", self.socket_connect_timeout)
-        deadline = time.monotonic() + limit
+        self._connect_until = time.monotonic() + limit
         addresses = [name] if _is_address(name) else _LOOK_UPS.addresses(name, limit)
         last: OSError | None = None
         try:
             for number, address in enumerate(addresses):
                 self.host = address
-                left = max(deadline - time.monotonic(), MIN_WAIT_SECONDS)
                 # What an address does not use is left to the next ones.
-                self.socket_connect_timeout = left / (len(addresses) - number)
+                self.socket_connect_timeout = self._time_left() / (len(addresses) - number)
                 try:
                     return super()._connect()  # type: ignore[no-any-return, no-untyped-call]
                 except OSError as error:
@@ -101,6 +114,9 @@ class _TcpConnection(redis.Connection):
         finally:
             self.host, self.socket_connect_timeout = name, limit
         raise last or OSError("the name has no address")
+
+    def _time_left(self) -> float:
+        return max(self._connect_until - time.monotonic(), MIN_WAIT_SECONDS)
 
 
 def _is_address(host: str) -> bool:
@@ -138,7 +154,7 @@ class _TlsConnection(redis.SSLConnection, _TcpConnection):
 
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         # The TLS session is a part of connecting, and its time counts as such.
-        sock.settimeout(self.socket_connect_timeout)
+        sock.settimeout(self._time_left())
         name = self._tls.server_name or self._host
         wrapped = self._context.wrap_socket(sock, server_hostname=name)
         wrapped.settimeout(self.socket_timeout)

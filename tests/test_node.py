@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import shutil
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,8 +38,8 @@ from stub import (
     simple,
 )
 
+from emqtimerd import dialling, wire
 from emqtimerd import node as nodes
-from emqtimerd import wire
 from emqtimerd.config import NodeSettings
 from emqtimerd.devnode import DevNode
 from emqtimerd.node import (
@@ -297,19 +299,23 @@ class NameServers:
     """What names lead to, in place of the resolver; an address leads to itself."""
 
     def __init__(self) -> None:
-        self.names: dict[str, list[str]] = {}
+        self.names: dict[str, list[str] | OSError] = {}
         self.answering = threading.Event()
         self.asked: list[str] = []
+        self.dialled: list[str] = []
+        """The addresses that were tried."""
         self._look_up = socket.getaddrinfo
 
     def getaddrinfo(self, host: str, *what: Any, **more: Any) -> list[Any]:
         if host not in self.names:
+            self.dialled.append(host)
             return self._look_up(host, *what, **more)
         self.asked.append(host)
         self.answering.wait()
-        return [
-            found for address in self.names[host] for found in self._look_up(address, *what, **more)
-        ]
+        answer = self.names[host]
+        if isinstance(answer, OSError):
+            raise answer
+        return [found for address in answer for found in self._look_up(address, *what, **more)]
 
 
 @pytest.fixture
@@ -346,6 +352,123 @@ def _looking_up() -> bool:
     return any(thread.name == "emqtimerd-name" for thread in threading.enumerate())
 
 
+def test_a_look_up_that_fails_is_told_to_all_who_wait_for_it(
+    open_to: Callable[..., Node], name_servers: NameServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They asked once, and who asks after that asks again: the name may be there by then."""
+    name_servers.names["node.test"] = socket.gaierror(socket.EAI_NONAME, "not known")
+    waiting: list[object] = []
+
+    class Awaited(Future[list[str]]):
+        def result(self, timeout: float | None = None) -> list[str]:
+            waiting.append(self)
+            return super().result(timeout)
+
+    monkeypatch.setattr(dialling, "Future", Awaited)
+    faults: list[str] = []
+
+    def dial(port: int) -> None:
+        try:
+            open_to(f"redis://node.test:{port}").dial()
+        except Unreachable as fault:
+            faults.append(str(fault))
+
+    threads = [threading.Thread(target=dial, args=(port,)) for port in (1, 2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(waiting) == 2, "both wait for the answer")
+    name_servers.answering.set()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(faults) == [f"node.test:{port}: cannot connect (not known)" for port in (1, 2)]
+    assert name_servers.asked == ["node.test"]
+    wait_until(lambda: not _looking_up(), "the look-up has ended")
+    dial(3)
+    assert name_servers.asked == ["node.test"] * 2
+
+
+def test_every_address_of_a_name_is_tried_once(
+    stub: Stub, open_to: Callable[..., Node], name_servers: NameServers
+) -> None:
+    """In the order of the answer, of both families, until one answers."""
+    name_servers.answering.set()
+    name_servers.names["node.test"] = ["::1", "127.0.0.2", "127.0.0.2", "127.0.0.1", "127.0.0.3"]
+    handshake(open_to(f"redis://node.test:{stub.port}"))
+    assert name_servers.dialled == ["::1", "127.0.0.2", "127.0.0.1"]
+
+
+NOWHERE: dict[str, tuple[list[str] | OSError, str]] = {
+    "no address": ([], "cannot connect (the name has no address)"),
+    "nobody there": (["127.0.0.2", "127.0.0.3"], "cannot connect (Connection refused)"),
+    "a resolver that gave up": (
+        TimeoutError(errno.ETIMEDOUT, "Connection timed out"),
+        "no answer to the look-up of node.test within node.connect_timeout",
+    ),
+}
+
+
+@pytest.mark.parametrize(("addresses", "words"), NOWHERE.values(), ids=NOWHERE)
+def test_a_name_that_leads_nowhere_is_told_by_its_name(
+    stub: Stub, name_servers: NameServers, addresses: list[str] | OSError, words: str
+) -> None:
+    """The address that was tried last is not what anybody wrote or was told."""
+    name_servers.answering.set()
+    name_servers.names["node.test"] = addresses
+    name = f"node.test:{stub.port}"
+    dial = dialling.connector(NodeSettings())
+    node = Node(name, lambda: dial("node.test", stub.port), 1, found=True)
+    with pytest.raises(Unreachable) as caught:
+        node.dial()
+    assert str(caught.value) == f"{name}: {words}"
+
+
+def test_a_name_of_a_link_local_address_says_by_which_link(
+    open_to: Callable[..., Node], name_servers: NameServers
+) -> None:
+    """Without its zone such an address leads nowhere."""
+    name_servers.answering.set()
+    link_local = f"fe80::1%{socket.if_nameindex()[0][1]}"
+    name_servers.names["node.test"] = [link_local]
+    with pytest.raises(Unreachable):
+        open_to("redis://node.test:1", connect_timeout="100ms").dial()
+    assert name_servers.dialled == [link_local]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_an_address_is_not_looked_up(
+    open_to: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Name servers that do not answer are no hindrance, nor a thread for each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    monkeypatch.setattr(dialling._LOOK_UPS, "addresses", lambda *_: pytest.fail("looked up"))
+    with pytest.raises(Unreachable) as caught:
+        open_to(f"redis://{host}:{port}").dial()
+    assert str(caught.value).startswith(f"{host}:{port}: cannot connect (")
+
+
+def test_a_look_up_that_cannot_begin_is_begun_by_the_next_dial(
+    stub: Stub, open_to: Callable[..., Node], name_servers: NameServers
+) -> None:
+    """A machine is out of threads for a moment: nobody waits for an answer that never comes."""
+    name_servers.answering.set()
+    name_servers.names["node.test"] = ["127.0.0.1"]
+    node = open_to(f"redis://node.test:{stub.port}", connect_timeout="100ms")
+    start = threading.Thread.start
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == "emqtimerd-name":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(Unreachable) as caught:
+            node.dial()
+    assert caught.value.message == "cannot connect (can't start new thread)"
+    node.dial().close()
+
+
 def test_all_addresses_of_a_name_share_the_time(
     stub: Stub, open_to: Callable[..., Node], name_servers: NameServers
 ) -> None:
@@ -367,6 +490,27 @@ def test_all_addresses_of_a_name_share_the_time(
         handshake(node)
         # Half a second for each; with all the time for each it would be four seconds.
         assert 0.9 < time.monotonic() - started < 3
+
+
+def test_what_an_address_does_not_use_is_left_to_the_next_ones(
+    open_to: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is silent takes its share of what is left, one that refuses takes nothing."""
+    clock = FakeTime()
+    takes = {"::1": 3.0, "::2": 0.0, "::3": 4.5, "::4": 4.5}
+    given: list[float | int | None] = []
+
+    def connect(connection: redis.Connection) -> None:
+        given.append(connection.socket_connect_timeout)
+        clock.now += takes[connection.host]
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(dialling, "time", clock)
+    monkeypatch.setattr(dialling._LOOK_UPS, "addresses", lambda *_: list(takes))
+    monkeypatch.setattr(redis.Connection, "_connect", connect)
+    with pytest.raises(Unreachable):
+        open_to("redis://node.test", connect_timeout="12s").dial()
+    assert given == [3.0, 3.0, 4.5, 4.5]
 
 
 @pytest.mark.parametrize("verb", ["EMQ.VERSION", "AUTH"])
@@ -465,6 +609,47 @@ def test_a_server_without_tls_is_unreachable_by_tls(open_to: Callable[..., Node]
             handshake(node)
     assert caught.value.code == "timeout"
     assert time.monotonic() - started < 3
+
+
+def test_the_name_in_the_url_is_checked_and_sent_and_not_its_address(
+    certificate: Path, open_to: Callable[..., Node], name_servers: NameServers
+) -> None:
+    """Whichever of its addresses answers; the certificate is for the name alone."""
+    name_servers.answering.set()
+    name_servers.names["node.test"] = ["127.0.0.2", "127.0.0.1"]
+    sent: list[str | None] = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    context.sni_callback = lambda _socket, name, _context: sent.append(name)
+    with Stub(tls=context) as secure:
+        node = open_to(f"rediss://node.test:{secure.port}", tls={"ca_file": str(certificate)})
+        handshake(node)
+        node.close()
+    assert sent == ["node.test"]
+    assert name_servers.dialled == ["127.0.0.2", "127.0.0.1"]
+
+
+def test_the_tls_session_gets_what_is_left_of_the_time(
+    open_to: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One limit for all of connecting: what the look-up took is not given again."""
+    ahead = 0.0
+
+    def addresses(_: str, seconds: float) -> list[str]:
+        nonlocal ahead
+        ahead = seconds - 0.1
+        return ["127.0.0.1"]
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead)
+    monkeypatch.setattr(dialling, "time", clock)
+    monkeypatch.setattr(dialling._LOOK_UPS, "addresses", addresses)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = open_to(f"rediss://node.test:{silent.getsockname()[1]}", connect_timeout="10s")
+        started = time.monotonic()
+        with pytest.raises(Unreachable) as caught:
+            node.dial()
+    assert caught.value.code == "timeout"
+    assert time.monotonic() - started < 5
 
 
 # --- one exchange -------------------------------------------------------------------------------

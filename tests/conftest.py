@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import socket
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -210,3 +212,35 @@ def open_to() -> Iterator[Callable[..., Node]]:
     yield open_
     for node in opened:
         node.close()
+
+
+class NameServers:
+    """What names lead to, in place of the resolver; an address leads to itself."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str] | OSError] = {}
+        self.answering = threading.Event()
+        self.asked: list[str] = []
+        self.dialled: list[str] = []
+        """The addresses that were tried."""
+        self._look_up = socket.getaddrinfo
+
+    def getaddrinfo(self, host: str, *what: Any, **more: Any) -> list[Any]:
+        if host not in self.names:
+            self.dialled.append(host)
+            return self._look_up(host, *what, **more)
+        self.asked.append(host)
+        self.answering.wait()
+        answer = self.names[host]
+        if isinstance(answer, OSError):
+            raise answer
+        return [found for address in answer for found in self._look_up(address, *what, **more)]
+
+
+@pytest.fixture
+def name_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServers]:
+    """Names that lead where the test says, once it lets them be answered."""
+    servers = NameServers()
+    monkeypatch.setattr(socket, "getaddrinfo", servers.getaddrinfo)
+    yield servers
+    servers.answering.set()

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import wait_until
+from conftest import NameServers, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from stub import (
@@ -293,37 +293,6 @@ def test_a_host_that_is_no_name_is_unreachable(open_to: Callable[..., Node]) -> 
     """A name that does not resolve is a fault of the node, not a crash."""
     with pytest.raises(Unreachable, match="cannot connect"):
         handshake(open_to("redis://no-such-host.invalid:6379/0"))
-
-
-class NameServers:
-    """What names lead to, in place of the resolver; an address leads to itself."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, list[str] | OSError] = {}
-        self.answering = threading.Event()
-        self.asked: list[str] = []
-        self.dialled: list[str] = []
-        """The addresses that were tried."""
-        self._look_up = socket.getaddrinfo
-
-    def getaddrinfo(self, host: str, *what: Any, **more: Any) -> list[Any]:
-        if host not in self.names:
-            self.dialled.append(host)
-            return self._look_up(host, *what, **more)
-        self.asked.append(host)
-        self.answering.wait()
-        answer = self.names[host]
-        if isinstance(answer, OSError):
-            raise answer
-        return [found for address in answer for found in self._look_up(address, *what, **more)]
-
-
-@pytest.fixture
-def name_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServers]:
-    servers = NameServers()
-    monkeypatch.setattr(socket, "getaddrinfo", servers.getaddrinfo)
-    yield servers
-    servers.answering.set()
 
 
 def test_a_name_that_is_not_looked_up_in_time_is_a_timeout(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import connect, wait_until
+from conftest import NameServers, connect, wait_until
 from daemon_process import DaemonThread
 from server_sets import (
     MASTER,
@@ -1028,6 +1028,51 @@ def test_a_server_that_is_no_longer_named_is_left(stub: Stub, named: Stub) -> No
             pass
         assert (cut_off.count("EMQ.VERSION"), named.count("EMQ.VERSION")) == (1, 1)
         nodes.close()
+
+
+def test_the_name_that_was_named_is_told(
+    stub: Stub, named: Stub, name_servers: NameServers
+) -> None:
+    """And not the address that it leads to; with another sentinel's name before it that leads
+    nowhere."""
+    name_servers.answering.set()
+    name_servers.names = {
+        "gone.test": [],
+        "sentinel.test": ["127.0.0.1"],
+        "primary.test": ["127.0.0.2", "127.0.0.1"],
+    }
+    named.stop_listening()
+    stub.on("SENTINEL", array(bulk(b"primary.test"), bulk(b"%d" % named.port)))
+    url = f"redis+sentinel://gone.test:1,sentinel.test:{stub.port}/{MASTER}"
+    with closing(open_nodes(settings_of(url).node)) as nodes:
+        (node,) = nodes.primaries()
+        with pytest.raises(Unreachable) as caught, node.link():
+            pass
+        assert str(caught.value) == (
+            f"main: cannot connect to primary.test:{named.port} (Connection refused)"
+        )
+        named.heal()
+        wait_until(lambda: can_link(node), "it listens")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis+sentinel://a.test,b.test/main", "no sentinel names the primary: a.test:26379: {}"),
+        ("redis+cluster://a.test,b.test", "no slot map to be had: a.test:6379: {}"),
+    ],
+)
+def test_names_that_nobody_looks_up_are_told(
+    name_servers: NameServers, url: str, words: str
+) -> None:
+    """Each server is asked for, in the time that it has."""
+    name_servers.names = {"a.test": [], "b.test": []}
+    settings = settings_of(url, connect_timeout="100ms").node
+    with closing(open_nodes(settings)) as nodes, pytest.raises(Unreachable) as caught:
+        nodes.refresh()
+    assert caught.value.code == "timeout"
+    assert words.format("no answer to the look-up of a.test") in str(caught.value)
+    assert name_servers.asked == ["a.test", "b.test"]
 
 
 @pytest.mark.parametrize("name", ["a..b", "." * 3, "a" * 64])

@@ -53,6 +53,7 @@ from emqtimerd.node import (
     NotReady,
     ServerClock,
     Unreachable,
+    first_fault,
 )
 from emqtimerd.verdict import fix
 
@@ -834,6 +835,22 @@ def test_a_server_that_answers_is_well_though_another_connection_failed(
         assert node.fault() is None
 
 
+def test_a_link_that_is_idle_is_to_be_tried_whatever_is_known(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Nobody dials while there is one: a dial that failed would be the last word for ever."""
+    node = open_to(stub.url)
+    with node.link():
+        stub.stop_listening()
+        with pytest.raises(Unreachable), node.link():
+            pass
+    assert node.fault() is None
+    with node.link():
+        assert node.fault(), "it has not been answered since"
+    node.drop_idle()
+    assert node.fault()
+
+
 def test_error_replies_are_values_in_their_place(stub: Stub, open_to: Callable[..., Node]) -> None:
     """An error in a pipeline is the reply of its command alone, inside an array too."""
     stub.on("PING", error("OOM no"), array(error("ERR x"), integer(1)), simple("fine"))
@@ -1026,10 +1043,30 @@ def test_a_node_that_backs_off_says_why_and_is_not_dialled(clock: FakeTime) -> N
     """Within the pause the last fault is the answer."""
     server = DeadServer()
     node = Node("here", server.dial, 1)
+    first: NodeFault | None = None
     for expected in (Unreachable, BackingOff, BackingOff):
-        with pytest.raises(expected, match="nobody there"):
+        with pytest.raises(expected, match="nobody there") as caught:
             handshake(node)
+        first = first or caught.value
+        assert first_fault(caught.value) is first
+    assert (fault := node.fault()) is not None
+    assert first_fault(fault) is first
     assert server.dials == 1
+
+
+def test_a_connection_that_broke_is_the_fault_until_the_next_one_stands(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Also before anybody has dialled again: what is told is what was lost, by its own code."""
+    stub.on("PING", SILENCE)
+    node = open_to(stub.url)
+    with pytest.raises(Lost) as caught, node.link() as link:
+        ask(link, PING, 0.05)
+    assert (fault := node.fault()) is not None
+    assert first_fault(fault) is caught.value
+    assert (fault.code, fault.message) == ("timeout", "no reply within the timeout")
+    with node.link():
+        assert node.fault() is None
 
 
 def test_what_a_look_finds_wrong_is_told_to_the_next_who_wants_to_work(clock: FakeTime) -> None:

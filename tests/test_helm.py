@@ -42,6 +42,8 @@ ENGINE = """
 import functools, json, sys
 import helm_python as helm
 
+# Unbuffered, as PYTHONUNBUFFERED has it, print() loses what a write that was cut short left over.
+answers = open(1, "w", closefd=False)
 load = functools.cache(helm.Chart.load)
 
 def render(chart, values, release):
@@ -59,7 +61,7 @@ for line in sys.stdin:
         answer = {"ok": calls[name](*arguments)}
     except helm.HelmError as error:
         answer = {"error": str(error)}
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), file=answers, flush=True)
 """
 
 

@@ -14,7 +14,7 @@ from emqtimerd import wire
 from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
 from emqtimerd.discovery import FORGET_SECONDS, KEYS_PER_STEP, Discovery
-from emqtimerd.node import BackingOff, Node, Unreachable
+from emqtimerd.node import BackingOff, Node, Unreachable, open_node
 from emqtimerd.topology import Nodes, open_nodes
 
 MANY = 50
@@ -244,7 +244,7 @@ class Parts(Nodes):
 
     tended = True
 
-    def __init__(self, **parts: Part) -> None:
+    def __init__(self, **parts: Node) -> None:
         super().__init__(next(iter(parts.values())))
         self.parts = parts
         self.nobody = Part("nobody")
@@ -264,24 +264,50 @@ def test_a_primary_that_is_down_keeps_its_own_queues_only(
 ) -> None:
     """Nobody can tell whether the queues of a primary that is down are gone, nor those of a slot
     that nobody serves; those of the others are forgotten as ever."""
-    parts = Parts(a=Part("a"), b=Part("b"), c=Part("c"))
+    each = {name: Part(name) for name in "abc"}
+    parts = Parts(**each)
     looking = search("redis://127.0.0.1:1")
     looking.discovery._nodes = parts
     monkeypatch.setattr(looking.discovery, "_scan", _scan)
-    for name, part in parts.parts.items():
+    for name, part in each.items():
         part.keys = [b"emq:{%b}:active" % f"{name}-{n}".encode() for n in range(2)]
     assert looking.found() == {f"{name}-{n}" for name in "abc" for n in range(2)}
-    for part in parts.parts.values():
+    for part in each.values():
         del part.keys[1]
-    parts.parts["b"].up = False
+    each["b"].up = False
     assert looking.again(FORGET_SECONDS + 1) == {"a-0", "b-0", "b-1", "c-0"}
     # The slots of c are served by nobody for a while, and there is one primary less.
-    unserved = parts.parts.pop("c")
-    parts.parts["b"].up = True
+    del parts.parts["c"]
+    each["b"].up = True
     assert looking.again(FORGET_SECONDS + 1) == {"a-0", "b-0", "c-0"}
-    parts.parts["c"] = unserved
-    unserved.keys.clear()
+    parts.parts["c"] = each["c"]
+    each["c"].keys.clear()
     assert looking.again() == {"a-0", "b-0"}
+
+
+def test_a_primary_that_fails_in_the_midst_of_a_search(
+    search: Callable[..., Search], stub: Stub
+) -> None:
+    """The next one is searched from its own beginning, not from where the other one's keys ended;
+    the next search begins anew with both. What was found stays found."""
+    with Stub() as other, ExitStack() as stack:
+        stub.on("SCAN", page(7, b"emq:{a-0}:active"), HANG_UP, page(0, b"emq:{a-1}:active"))
+        other.on("SCAN", page(9), page(0, b"emq:{b-0}:active"))
+        looking = search(stub.url)
+        urls = {"a": stub.url, "b": other.url}
+        nodes = {
+            name: open_node(Settings.model_validate({"node": {"url": url}}).node)
+            for name, url in urls.items()
+        }
+        for node in nodes.values():
+            stack.callback(node.close)
+        looking.discovery._nodes = Parts(**nodes)
+        assert looking.found() == {"a-0", "b-0"}
+        assert [call.words[1] for call in stub.received("SCAN")] == [b"0", b"7"]
+        assert [call.words[1] for call in other.received("SCAN")] == [b"0", b"9"]
+        nodes["a"].look()
+        assert looking.again() == {"a-0", "a-1", "b-0"}
+        assert [call.words[1] for call in stub.received("SCAN")] == [b"0", b"7", b"0"]
 
 
 def _scan(node: Part) -> tuple[bytes, list[bytes]]:

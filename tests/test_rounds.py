@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-from conftest import wait_until
+from conftest import NameServers, wait_until
 from daemon_process import Book
 from stub import (
     HANG_UP,
@@ -43,6 +43,7 @@ from emqtimerd.ledger import Ledger
 from emqtimerd.log import Log
 from emqtimerd.node import BACKOFF_CAP_SECONDS, Node, NodeFault, open_node
 from emqtimerd.rounds import QUEUE_BACKOFF_CAP_SECONDS, Rounds
+from emqtimerd.sweeper import Verb
 from emqtimerd.timer import Cadence, Wake
 from emqtimerd.topology import Nodes, open_nodes
 
@@ -342,6 +343,26 @@ def test_the_guard_is_told_at_both_ends(open_desk: Callable[..., Desk], stub: St
     assert desk.ledger.queues()[0].guarded is False
 
 
+def test_queues_that_the_grace_leaves_alone_are_not_counted(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """A mass of expired leases is what a restart leaves behind: of whom no check is sent to, none
+    is judged, and its gauge says nothing of a check that was not sent."""
+    stub.on("INFO", info(uptime=0))
+    stub.on("ZCOUNT", integer(20))
+    stub.on("ZCARD", integer(20))
+    impatient = {"stalled_check": {**GUARD["stalled_check"], "restart_grace": "0s"}}
+    desk = open_desk("orders", "impatient", queue={"impatient": impatient}, **GUARD)
+    desk.check()
+    assert [arrival.words[1] for arrival in stub.received("ZCOUNT")] == [b"emq:{impatient}:active"]
+    orders, other = desk.ledger.queues()
+    assert (orders.guarded, other.guarded) == (None, True)
+    clock.ahead = 10.2
+    desk.check()
+    assert stub.count("ZCOUNT", b"{orders}") == 1
+    assert desk.ledger.queues(["orders"])[0].guarded is True
+
+
 def test_without_the_guard_nobody_counts(open_desk: Callable[..., Desk], stub: Stub) -> None:
     """Off by default: no further question, no gauge; and a reload may switch it off again."""
     desk = open_desk()
@@ -390,6 +411,50 @@ def test_a_queue_that_errs_is_tried_ever_less_often(
     assert desk.book.take().count("sweep failed") == 1
 
 
+@pytest.mark.parametrize("part", [0.5, 0.75])
+def test_a_queues_pause_is_jittered_in_its_upper_half(
+    open_desk: Callable[..., Desk],
+    stub: Stub,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    part: float,
+) -> None:
+    """Queues that failed together are not tried in step, and none at once; the wake is for the
+    moment when the pause is over."""
+
+    def uniform(least: float, most: float) -> float:
+        assert (least, most) == (0.5, 1)
+        return part
+
+    monkeypatch.setattr(random, "uniform", uniform)
+    stub.on("EMQ.PROMOTE", error("ERR no"))
+    desk = open_desk(promote={"interval": "1h"})
+    for tries, pause in enumerate((10.0, 20.0, 40.0), start=1):
+        before = clock.monotonic()
+        (wake,) = [wake for wake in desk.promote() if wake.verb == "promote"]
+        assert before + part * pause <= wake.at <= clock.monotonic() + part * pause
+        clock.ahead += part * pause / 2
+        assert desk.promote() == []
+        assert stub.count("EMQ.PROMOTE") == tries
+        clock.ahead += max(wake.at - clock.monotonic(), 0)
+
+
+def test_a_blocked_queue_is_not_woken(
+    open_desk: Callable[..., Desk], stub: Stub, clock: Clock
+) -> None:
+    """It waits for somebody who takes the row away, and for its next turn; one that failed for
+    another reason may be well long before that."""
+    stub.on("EMQ.PROMOTE", error("EMQSTATE JOB1 not native"), word=b"{blocked}")
+    stub.on("EMQ.PROMOTE", error("ERR no"), word=b"{failed}")
+    desk = open_desk("blocked", "failed", promote={"interval": "1h", "limit": 1})
+    wakes = [wake.queue for wake in desk.promote() if wake.verb == "promote"]
+    assert wakes == ["failed"]
+    assert desk.ledger.queues(["blocked"])[0].promote.blocked
+    clock.ahead += 9
+    assert desk.promote() == []
+    assert stub.count("EMQ.PROMOTE", b"{blocked}") == 1
+
+
 def test_a_pause_is_never_longer_than_a_long_interval(
     open_desk: Callable[..., Desk], stub: Stub, clock: Clock
 ) -> None:
@@ -430,6 +495,40 @@ def test_the_nodes_fault_is_no_pause_of_the_queues(
     # Each direct try has words of its own; none of them is told twice in a row.
     assert 'write "rediss://"' in desk.book.last("node down")["fix"]
     assert desk.book.take().count("node down") == 1
+
+
+FIXES: dict[str, tuple[dict[str, Any], str]] = {
+    "a TLS file": (
+        {"url": "rediss://127.0.0.1:1", "tls": {"ca_file": "/dev/null/ca.pem"}},
+        "let node.tls name PEM files",
+    ),
+    "a password file": (
+        {"password_file": "/dev/null/password"},
+        "write the password into that file",
+    ),
+    "a name": (
+        {"url": "redis://node.test", "connect_timeout": "50ms"},
+        "see to the name servers of this machine",
+    ),
+}
+
+
+@pytest.mark.parametrize(("node", "words"), FIXES.values(), ids=FIXES)
+def test_what_to_do_is_told_with_a_node_that_is_down(
+    open_desk: Callable[..., Desk],
+    clock: Clock,
+    name_servers: NameServers,
+    node: dict[str, Any],
+    words: str,
+) -> None:
+    """It is that of what was found, also while the node backs off and the look-after found it."""
+    name_servers.names["node.test"] = []
+    desk = open_desk(node=node)
+    for look in (desk.promote, desk.nodes.tend, desk.promote):
+        look()
+        assert desk.book.last("node down")["fix"].startswith(words)
+        clock.ahead += BACKOFF_CAP_SECONDS
+    assert desk.book.take() == ["node down"]
 
 
 @pytest.mark.parametrize(
@@ -601,6 +700,36 @@ def test_a_queue_that_leaves_while_it_is_swept_leaves_nothing(
     assert (facts.ok, facts.error) == (0, 1)
 
 
+def test_what_a_queue_that_leaves_has_lost_is_told(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """A stall check that is under way at the reload buries jobs: that happened, whoever sweeps the
+    queue from now on. That it was blocked or well is no news."""
+    desk = open_desk("orders", "gone")
+    desk.promote()
+    desk.book.take()
+
+    def leave(_: Answer) -> Answer:
+        desk.queues = ["orders"]
+        desk.configure()
+        return array(ids(b"JOB1"), ids(b"JOB2", b"JOB3"))
+
+    epochs = {b"JOB1": OTHER_RUN_ID, b"JOB2": RUN_ID, b"JOB3": RUN_ID}
+    leases = [
+        part for job, epoch in epochs.items() for part in (bulk(job), bulk(b"1"), bulk(epoch))
+    ]
+    counts = (integer(2), integer(1), integer(0))
+    stub.on("EVAL_RO", array(bulk(RUN_ID), *counts, *leases), word=b"{gone}")
+    stub.on("EMQ.STALLED.CHECK", leave, array(ids(), ids()), word=b"{gone}")
+    desk.check()
+    crossed = desk.book.last("lease crossed a server restart")
+    assert (crossed["queue"], crossed["job_id"]) == ("gone", "JOB1")
+    buried = desk.book.last("jobs dead-lettered, their stalls reached max_stalled")
+    assert (buried["queue"], buried["job_ids"]) == ("gone", ["JOB2", "JOB3"])
+    assert len(desk.book.take()) == 2
+    assert [queue.name for queue in desk.ledger.queues()] == ["orders"]
+
+
 # --- other nodes --------------------------------------------------------------------------------
 
 
@@ -657,6 +786,40 @@ def test_a_node_whose_last_queue_moved_away_while_it_was_down_is_up_again(
         stub.on("EMQ.VERSION", bulk(TOKENS))
         clock.ahead += 2 * BACKOFF_CAP_SECONDS
         assert up() == [True, True]
+
+
+class Each(Pair):
+    """A node for each queue, in their order."""
+
+    def by_node(self, items: Sequence[T], queue: Callable[[T], str]) -> list[tuple[Node, list[T]]]:
+        del queue  # as many as there are nodes
+        return [(node, [item]) for node, item in zip(self._nodes, items, strict=True)]
+
+
+@pytest.mark.parametrize("verb", ["promote", "stalled_check"])
+def test_the_nodes_of_a_cluster_share_the_time_of_a_round(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, verb: Verb
+) -> None:
+    """A backlog on the first one must not use up what the others need."""
+    given: list[float] = []
+
+    def run_round(*_: object, until: float, **__: object) -> sweeper_module.Round:
+        given.append(until - time.monotonic())
+        return sweeper_module.Round()
+
+    monkeypatch.setattr(rounds_module, "run_round", run_round)
+    # So long that a busy machine does not matter.
+    monkeypatch.setattr(rounds_module, "SLICE_SECONDS", 900.0)
+    queues = ["a", "b", "c"]
+    with ExitStack() as stack:
+        nodes = Each(*(open_node(settings_of(stub.url)) for _ in queues))
+        for node in nodes.primaries():
+            stack.callback(node.close)
+        rounds = Rounds(nodes, Ledger(), Chronicle(cast("Log", Book())), lambda: False)
+        settings = Settings.model_validate({"node": {"url": stub.url}, "queues": queues})
+        rounds.configure(settings, queues)
+        rounds.run(verb, queues)
+    assert given == pytest.approx([300.0] * 3, abs=60)
 
 
 def settings_of(url: str) -> NodeSettings:

@@ -38,7 +38,7 @@ from emqtimerd import wire
 from emqtimerd.devnode import DevNode
 from emqtimerd.node import Identity, Link, Node
 from emqtimerd.preview import foresee
-from emqtimerd.sweeper import Sweep, SweepResult, Verb, run_round
+from emqtimerd.sweeper import Sweep, SweepResult, Verb, run_round, survey
 
 VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
 COMMAND = {"promote": "EMQ.PROMOTE", "stalled_check": "EMQ.STALLED.CHECK"}
@@ -180,6 +180,23 @@ def test_the_sizes_and_the_epochs_of_leases_are_read_with_the_check(
     result = sweep(open_to(node.url), "stalled_check")
     assert result.leases == (2, 1, 1)
     assert result.jobs == (0, 3, 1, 1)
+
+
+def test_the_epochs_of_a_thousand_leases_are_counted_and_no_more(
+    node: DevNode, client: redis.Redis, open_to: Callable[..., Node]
+) -> None:
+    """More row reads than that would hold the server for longer than a sweep may; the sizes are of
+    all, and a check and a look in the grace count alike."""
+    leases = numbered(1_001, start=FAR)
+    plant(client, "active", leases, lease_epoch=run_id(client))
+    client.hset(wire.row_key("orders", list(leases)[1_000]), "lease_epoch", "e" * 40)
+    opened = open_to(node.url)
+    (looked,) = survey(opened, [Sweep("orders", "stalled_check", 100)])
+    for result in (looked, *(sweep(opened, "stalled_check", limit) for limit in (100, 2_000))):
+        assert result.leases == (1_000, 0, 0)
+        assert result.jobs == (0, 1_001, 0, 0)
+    client.hset(wire.row_key("orders", list(leases)[999]), "lease_epoch", "e" * 40)
+    assert sweep(opened, "stalled_check").leases == (999, 1, 0)
 
 
 TIMELESS = [float("-inf"), -1e300, -1.0, 0.0]

@@ -108,6 +108,12 @@ COMMANDS: dict[str, tuple[bytes, bytes]] = {
         b"ZRANGE emq:{q}:active -inf 5 BYSCORE LIMIT 10 20 WITHSCORES",
     ),
     "row": (wire.row("q", b"JOB1"), b"HMGET emq:{q}:job:JOB1 state group lease_epoch stalled"),
+    "whether there is a row": (wire.is_row("q", b"JOB1"), b"ZRANGE emq:{q}:job:JOB1 0 0"),
+    # Without the type each queue's name would be taken of any key that looks like one.
+    "scan": (
+        wire.scan(b"7", "emq:{*}:[as]c*", 1_000),
+        b"SCAN 7 MATCH emq:{*}:[as]c* COUNT 1000 TYPE zset",
+    ),
 }
 
 
@@ -330,6 +336,14 @@ ERRORS = {
     "READONLY You can't write against a read only replica.": ("READONLY", "READONLY"),
     "ERR Error running script: @user_script:1: -READONLY You can't write": ("READONLY", "READONLY"),
     "MOVED 5 127.0.0.1:1": ("MOVED", "MOVED"),
+    "ASK 5 127.0.0.1:1": ("ASK", "ASK"),
+    "CROSSSLOT Keys in request don't hash to the same slot": ("CROSSSLOT", "CROSSSLOT"),
+    "NOREPLICAS Not enough good replicas to write.": ("NOREPLICAS", "NOREPLICAS"),
+    "EXECABORT Transaction discarded because of previous errors.": ("EXECABORT", "EXECABORT"),
+    "NOAUTH Authentication required.": ("NOAUTH", "NOAUTH"),
+    "WRONGPASS invalid username-password pair or user is disabled.": ("WRONGPASS", "WRONGPASS"),
+    "NOPERM User x has no permissions to run the 'time' command": ("NOPERM", "NOPERM"),
+    "WRONGTYPE Operation against a key holding the wrong kind of value": ("WRONGTYPE", "WRONGTYPE"),
     "EMQSTATE JOB1 is not native": ("EMQSTATE", "EMQSTATE"),
     "NOVEL thing": ("NOVEL", "other"),
     "NOVEL": ("NOVEL", "other"),
@@ -342,6 +356,13 @@ def test_an_error_is_typed_by_its_first_word(text: str, codes: tuple[str, str]) 
     """Case "LOADING, BUSY, OOM, ...": a label from a small fixed set; unknown words are `other`."""
     error = wire.ReplyError(text)
     assert (error.code, wire.error_code(error.code)) == codes
+
+
+def test_every_code_that_is_counted_under_its_name_is_met_here() -> None:
+    """A label more or less is a decision: dashboards and alerts name them."""
+    instead = {"connection", "timeout", "shape"}
+    assert {wire.error_code(code) for code in instead} == instead
+    assert {label for _, label in ERRORS.values()} | instead == {*wire.ERROR_CODES, "other"}
 
 
 def test_an_error_text_holds_no_control_characters() -> None:

@@ -1726,3 +1726,103 @@ def test_version_and_commands_agree(client: redis.Redis) -> None:
     assert {name for name in listed if name.startswith("emq.")} == {
         f"emq.{verb}" for verb in verbs
     } | {"emq.version"}
+
+
+# What is done to a key: a user of an ACL who may only read it, or only write, is let in by this.
+READ = b"RO access"
+ADDED_TO = b"RW insert"
+TAKEN_FROM = b"RW delete"
+READ_AND_TAKEN = b"RW access delete"
+CHANGED = b"RW access update"
+
+# Each verb with its keys and arguments as COMMAND DOCS names them (`base` among the keys where it
+# may be one), what is done to its keys, and its own flags: a sweep and EXTENDS take many jobs, and
+# only who adds one needs memory.
+DESCRIBED: list[tuple[Call, str, tuple[bytes, ...], str]] = [
+    (enqueue(), "row pending id payload", (ADDED_TO, ADDED_TO), "fast denyoom"),
+    (claim(), "pending active base lease_ms", (READ_AND_TAKEN, ADDED_TO, CHANGED), "fast"),
+    (extend(), "active row id token lease_ms", (CHANGED, CHANGED), "fast"),
+    (extends(), "active base lease_ms lease", (CHANGED, CHANGED), ""),
+    (complete(), "active row id token base", (TAKEN_FROM, READ_AND_TAKEN), "fast"),
+    (schedule(), "row schedule id payload when ms", (ADDED_TO, ADDED_TO), "fast denyoom"),
+    (promote(), "schedule pending base limit", (READ_AND_TAKEN, ADDED_TO, CHANGED), ""),
+    (reschedule(), "row schedule id when ms", (READ, CHANGED), "fast"),
+    (delay(), "active schedule row id token delay_ms", (TAKEN_FROM, ADDED_TO, CHANGED), "fast"),
+    (
+        fail(),
+        "active schedule dead row id token delay_ms max_attempts error base",
+        (TAKEN_FROM, ADDED_TO, ADDED_TO, CHANGED),
+        "fast",
+    ),
+    (reprocess(), "row dead pending id", (CHANGED, TAKEN_FROM, ADDED_TO), "fast"),
+    (requeue(), "active pending row id token", (TAKEN_FROM, ADDED_TO, CHANGED), "fast"),
+    (
+        stalled_check(),
+        "active pending dead base max_stalled limit",
+        (READ_AND_TAKEN, ADDED_TO, ADDED_TO, CHANGED),
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "uses", "own"),
+    [pytest.param(*described, id=described[0].verb[4:]) for described in DESCRIBED],
+)
+def test_description(
+    client: redis.Redis, call: Call, words: str, uses: tuple[bytes, ...], own: str
+) -> None:
+    """COMMAND tells clients, proxies and the ACL what the verb is, and what it does to each key."""
+    for form in ("key", "arg"):
+        command = call.form(form)
+        keys = command[2 : 2 + command[1]]
+        found = send(client, "COMMAND", "GETKEYSANDFLAGS", *command)
+        assert [(key, b" ".join(flags)) for key, flags in found] == [
+            *zip(keys, uses[: len(keys)], strict=True)
+        ]
+    # As long in both forms of the base; EXTENDS may have no pair.
+    length = len(call.form("key"))
+    arity = 2 - length if call.verb == "EMQ.EXTENDS" else length
+    flags = {b"write", b"module", b"movablekeys", *own.encode().split()}
+    speed = b"@fast" if "fast" in own else b"@slow"
+    categories = told(client, b"@write", b"@sortedset", b"@hash", speed)
+    assert info_of(client, call.verb) == (arity, flags, categories)
+    ((*_, spec),) = key_specs_of(client, call.verb)
+    assert pairs(spec)[b"type"] == b"keynum"
+    arguments = [pairs(argument) for argument in docs_of(client, call.verb)[b"arguments"]]
+    assert [each[b"name"].decode() for each in arguments] == ["numkeys", *words.split()]
+    are_keys = [each[b"type"] == b"key" for each in arguments[1:]]
+    assert are_keys == [number < len(uses) for number in range(len(are_keys))]
+
+
+def test_description_of_the_version(client: redis.Redis) -> None:
+    """It has neither keys nor arguments, and reads."""
+    flags = {b"readonly", b"module", b"fast"}
+    assert info_of(client, "EMQ.VERSION") == (1, flags, told(client, b"@read", b"@fast"))
+    assert b"arguments" not in docs_of(client, "EMQ.VERSION")
+    assert key_specs_of(client, "EMQ.VERSION") == []
+
+
+def info_of(client: redis.Redis, verb: str) -> tuple[int, set[bytes], set[bytes]]:
+    """Arity, flags and ACL categories."""
+    (entry,) = send(client, "COMMAND", "INFO", verb)
+    return entry[1], set(entry[2]), set(entry[6])
+
+
+def key_specs_of(client: redis.Redis, verb: str) -> list[Any]:
+    (entry,) = send(client, "COMMAND", "INFO", verb)
+    return list(entry[8])
+
+
+def docs_of(client: redis.Redis, verb: str) -> dict[bytes, Any]:
+    _, docs = send(client, "COMMAND", "DOCS", verb)
+    return pairs(docs)
+
+
+def pairs(flat: list[Any]) -> dict[bytes, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def told(client: redis.Redis, *categories: bytes) -> set[bytes]:
+    """The categories, where the server lets a module say so."""
+    return set(categories) if b"valkey_version" in send(client, "INFO", "server") else set()

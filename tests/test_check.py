@@ -671,7 +671,7 @@ def test_tls(start_node: Callable[..., DevNode], certificates: Path) -> None:
         return f"rediss://127.0.0.1:{port}/0"
 
     def check(url: str, ca_file: str) -> Report:
-        node = {"url": url, "tls": {"ca_file": ca_file}, "connect_timeout": "300ms"}
+        node = {"url": url, "tls": {"ca_file": ca_file}, "connect_timeout": "3s"}
         return examine(Settings.model_validate({"queues": [QUEUE], "node": node}))
 
     own, other = (str(certificates / f"{name}.crt") for name in ("own", "other"))
@@ -743,7 +743,7 @@ def test_tls_and_plain_mixed_up(node: DevNode) -> None:
     settings = Settings.model_validate(
         {
             "queues": [QUEUE],
-            "node": {"url": url, "connect_timeout": "200ms", "timeout": "200ms"},
+            "node": {"url": url, "connect_timeout": "700ms", "timeout": "700ms"},
         }
     )
     failure = only_failure(examine(settings), 3)

@@ -493,7 +493,7 @@ def test_a_silent_handshake_ends_at_the_timeout(
     with pytest.raises(Unreachable) as caught:
         handshake(open_to(stub.url.replace("redis://", "redis://:x@"), timeout="200ms"))
     assert caught.value.code == "timeout"
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 4
 
 
 def test_a_connection_that_closes_in_the_handshake_is_unreachable(
@@ -648,7 +648,8 @@ def test_a_command_that_is_not_answered_in_time_arrives_once(
     """Case "Library retries re-send a slow sweep": one arrival, however the node is reached."""
     socket, scheme, settings = ways(tmp_path, socket_path)[way]
     with Stub(socket) as stub:
-        stub.on("PING", late(simple("PONG"), 0.3), simple("PONG"))
+        # Far later: whoever stands still for a moment finds both, the reply and the time over.
+        stub.on("PING", late(simple("PONG"), 2), simple("PONG"))
         node = open_to(stub.url.replace("redis://", scheme), **settings)
         with pytest.raises(Lost), node.link() as link:
             ask(link, PING, 0.1)
@@ -664,7 +665,7 @@ def test_a_late_reply_is_not_taken_for_the_next_command(
     stub: Stub, open_to: Callable[..., Node]
 ) -> None:
     """Case "Cancelled call and the reply of another": the reply of `a` is never that of `b`."""
-    stub.on("GET", late(bulk(b"111"), 0.3), word=b"{a}")
+    stub.on("GET", late(bulk(b"111"), 1), word=b"{a}")
     stub.on("GET", bulk(b"7"), word=b"{b}")
     node = open_to(stub.url)
     for _ in range(3):
@@ -685,7 +686,8 @@ def test_a_server_that_drips_does_not_stretch_the_deadline(
     with pytest.raises(Lost) as caught, open_to(stub.url).link() as link:
         ask(link, PING, 0.2)
     assert caught.value.code == "timeout"
-    assert time.monotonic() - started < 1.5
+    # The whole reply takes longer than any test: hours, or what a million sends take.
+    assert time.monotonic() - started < 3
 
 
 def test_the_replies_before_a_break_are_kept(stub: Stub, open_to: Callable[..., Node]) -> None:
@@ -1187,19 +1189,19 @@ def test_an_outage_begins_with_the_first_question_that_is_not_answered(
 ) -> None:
     """A server that stands still is noticed by timeouts, first of a sweep and then of a handshake:
     workers could not extend their leases meanwhile either, so this time counts."""
-    node = open_to(stub.url, timeout="400ms")
+    node = open_to(stub.url, timeout="800ms")
     handshake(node)
     begun = time.monotonic()
     stub.on("*", SILENCE)
     with pytest.raises(Lost), node.link() as link:
-        link.exchange(PING, 1, time.monotonic() + 0.4)
+        link.exchange(PING, 1, time.monotonic() + 0.8)
     with pytest.raises(Unreachable):
         handshake(node)
     stub.heal()
     wait_until(lambda: works(node), "the node is back")
     # Beside our own start, which counts as one without end.
     outage = min(each.outage_seconds for each in node._returns)
-    assert 0.8 <= outage <= time.monotonic() - begun
+    assert 1.6 <= outage <= time.monotonic() - begun
 
 
 def works(node: Node) -> bool:

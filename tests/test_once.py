@@ -341,8 +341,8 @@ def test_a_denied_command_is_named_with_its_queue(stub: Stub) -> None:
 
 def test_an_unanswered_sweep_is_sent_once_and_says_so(stub: Stub) -> None:
     """Case "Library retries re-send a slow sweep": exit 1, timeout in words, one arrival."""
-    stub.on("EMQ.PROMOTE", late(integer(5), 0.5))
-    run = once("--url", stub.url, "--queue", "orders", "--json", EMQTIMERD_NODE__TIMEOUT="200ms")
+    stub.on("EMQ.PROMOTE", late(integer(5), 3))
+    run = once("--url", stub.url, "--queue", "orders", "--json", EMQTIMERD_NODE__TIMEOUT="1s")
     assert run.code == 1
     (failure,) = run.document["queues"][0]["error"]
     assert (failure["verb"], failure["code"]) == ("promote", "timeout")

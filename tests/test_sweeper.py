@@ -322,9 +322,9 @@ def test_a_round_stops_between_pipelines_when_its_time_is_over(
 ) -> None:
     """Case "Drain pace after an outage": what is left is a backlog, begun or not."""
     stub.on("ZRANGE", ids(b"JOB1", b"1"))
-    stub.on("EMQ.PROMOTE", late(integer(2_000), 0.1))
+    stub.on("EMQ.PROMOTE", late(integer(2_000), 0.3))
     orders = [Sweep(queue, "promote", 2_000) for queue in "abcdefgh"]
-    results = sweep_all(open_to(stub.url), orders, seconds=0.35)
+    results = sweep_all(open_to(stub.url), orders, seconds=1)
     outcomes = [result.outcome for result in results.values()]
     begun = outcomes.count("ok")
     assert 1 <= begun <= 5
@@ -542,8 +542,8 @@ def test_a_sweep_that_is_not_answered_in_time_is_unknown_and_not_sent_again(
 ) -> None:
     """Case "Library retries re-send a slow sweep": one arrival, and the outcome is unknown."""
     good = integer(3) if verb == "promote" else array(ids(b"JOB1"), array())
-    stub.on(COMMAND[verb], late(good, 0.4))
-    result = sweep(open_to(stub.url, timeout="100ms"), verb)
+    stub.on(COMMAND[verb], late(good, 2))
+    result = sweep(open_to(stub.url, timeout="700ms"), verb)
     assert (result.outcome, result.unknown, result.moved) == ("unknown", 1, 0)
     assert result.failure is not None
     assert result.failure.code == "timeout"
@@ -554,9 +554,9 @@ def test_a_late_reply_is_not_counted_for_another_queue(
     stub: Stub, open_to: Callable[..., Node]
 ) -> None:
     """Case "Cancelled call and the reply of another": `b` is counted 7, never 111."""
-    stub.on("EMQ.PROMOTE", late(integer(111), 0.3), word=b"{a}")
+    stub.on("EMQ.PROMOTE", late(integer(111), 2), word=b"{a}")
     stub.on("EMQ.PROMOTE", integer(7), integer(0), word=b"{b}")
-    node = open_to(stub.url, timeout="100ms")
+    node = open_to(stub.url, timeout="700ms")
     assert sweep_all(node, [Sweep("a", "promote", 100)])["a"].outcome == "unknown"
     assert sweep_all(node, [Sweep("b", "promote", 100)])["b"].promoted == 7
 
@@ -579,7 +579,7 @@ def test_what_was_answered_before_the_loss_counts_and_the_rest_is_unknown(
     none = integer(0) if verb == "promote" else array(array(), array())
     stub.on(COMMAND[verb], good, none)
     stub.on(COMMAND[verb], answer, word=b"{lost}")
-    node = open_to(stub.url, timeout="300ms")
+    node = open_to(stub.url, timeout="800ms")
     orders = [Sweep(queue, verb, 100) for queue in ("before", "lost", "after")]
     orders += [Sweep(f"unsent{number}", verb, 2_000) for number in range(2)]
     results = sweep_all(node, orders, drain=False)
@@ -710,7 +710,7 @@ def test_spoilt_replies_are_never_a_wrong_count_nor_a_hang(
     result = sweep(node, verb, drain=False)
     node.close()
     node.ours.close()
-    assert ends or time.monotonic() - started < 2
+    assert ends or time.monotonic() - started < 3
     if verb == "promote":
         assert result.promoted == 0 or b":%d\r\n" % result.promoted in data
     else:

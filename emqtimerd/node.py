@@ -352,6 +352,9 @@ class Node:
                 # A further link could not be made for a while, but this one held.
                 self._works()
             self._idle.append(link)
+            if link.generation != self._generation:
+                # Dropped meanwhile, perhaps for good: whoever did it may not have seen this one.
+                self.drop_idle()
             return
         link.close()
         if link.lost and current:

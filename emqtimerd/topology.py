@@ -370,6 +370,7 @@ class ClusterNodes(Nodes):
         self._asked_at = float("-inf")
         self._read_at = float("-inf")
         self._branded = False
+        self._closed = False
         self._lock = threading.Lock()
 
     def primaries(self) -> Sequence[Node]:
@@ -417,6 +418,7 @@ class ClusterNodes(Nodes):
 
     def close(self) -> None:
         """Close the connections to all primaries."""
+        self._closed = True
         for node in self.primaries():
             node.close()
 
@@ -445,6 +447,9 @@ class ClusterNodes(Nodes):
             ranges = self._read(told)
             self._read_at = time.monotonic()
             before, self._map = self._map, self._drawn(ranges)
+            if self._closed:
+                # While the map was read: whoever did it has not seen who is new in it.
+                self.close()
             if before is None or before.owners != self._map.owners:
                 self._follow(before, self._map)
             else:

@@ -810,6 +810,25 @@ def test_an_interrupt_closes_the_link_it_hit(stub: Stub, open_to: Callable[..., 
     assert stub.connections == 2
 
 
+@pytest.mark.parametrize("leave", [Node.close, Node.drop_idle])
+def test_a_link_that_comes_back_while_its_node_is_left_is_closed(
+    stub: Stub, open_to: Callable[..., Node], leave: Callable[[Node], None]
+) -> None:
+    """Another thread closes the node at the last moment: nobody would come to close this one."""
+
+    class Late(list[Link]):
+        def append(self, link: Link) -> None:
+            leave(node)
+            super().append(link)
+
+    node = open_to(stub.url)
+    node._idle = Late()
+    with node.link() as link:
+        pass
+    assert node._idle == []
+    assert not link.is_usable()
+
+
 def test_a_link_is_used_again(stub: Stub, open_to: Callable[..., Node]) -> None:
     """Links in a row are one connection."""
     node = open_to(stub.url)

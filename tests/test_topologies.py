@@ -26,7 +26,7 @@ from server_sets import (
     resolve_test_names,
     schedule,
 )
-from stub import NIL, SILENCE, Stub, array, bulk, error, integer
+from stub import NIL, SILENCE, Answer, Stub, array, bulk, error, integer
 
 from emqtimerd import wire
 from emqtimerd.acl import acl_words
@@ -690,7 +690,27 @@ def test_moved_to_nowhere(stub: Stub, port: str) -> None:
     ]
 
 
-def slots_of(host: bytes, port: int) -> Any:
+def test_primaries_that_are_found_while_all_are_closed_are_closed_too(stub: Stub) -> None:
+    """A reload leaves a cluster while its slot map is being read: nobody would come to close the
+    connections to whom the new map names."""
+    with Stub() as new:
+
+        def close_before_the_answer(_healthy: Answer) -> Answer:
+            nodes.close()
+            return slots_of(b"127.0.0.1", new.port)
+
+        stub.on("CLUSTER", slots_of(b"127.0.0.1", stub.port), close_before_the_answer)
+        nodes = open_nodes(settings_of(f"redis+cluster://127.0.0.1:{stub.port}").node)
+        nodes.refresh()
+        nodes.refresh()
+        (node,) = nodes.primaries()
+        assert node.name == f"127.0.0.1:{new.port}"
+        with node.link() as link:
+            pass
+        assert not link.is_usable()
+
+
+def slots_of(host: bytes, port: int) -> Answer:
     """A slot map with one primary."""
     server = array(bulk(host) if host else NIL, integer(port), bulk(b"%d" % port))
     return array(array(integer(0), integer(16383), server))

@@ -410,12 +410,17 @@ def _complain(message: str) -> None:
 
 def _print(text: str) -> None:
     """Print a result; a reader who has left (a closed pipe) is no error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
         # A name that the terminal's encoding does not know is no reason to lose the result.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        out.reconfigure(errors="backslashreplace")
+        if isinstance(out.buffer, io.RawIOBase):
+            # PYTHONUNBUFFERED: it forgets what a write that was cut short left over.
+            fd, encoding, errors = out.fileno(), out.encoding, out.errors
+            out = os.fdopen(fd, "w", encoding=encoding, errors=errors, closefd=False)
     try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        out.write(text + "\n")
+        out.flush()
     except OSError as error:
         # Python flushes once more at exit, and would complain about the same thing then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

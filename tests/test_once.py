@@ -695,6 +695,26 @@ def test_a_check_needs_no_standard_streams(stub: Stub, streams: str) -> None:
     assert (done.returncode, done.stderr) == (3, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_disk_that_takes_a_part_is_told(tmp_path: Path, unbuffered: str) -> None:
+    """A result of which the half was written is said in a line, also with PYTHONUNBUFFERED, as in
+    the container: Python itself then forgets what a write that was cut short left over."""
+    shell = ["sh", "-c", 'ulimit -f 1 && exec "$@"', "sh"]
+    with (tmp_path / "schema").open("wb") as small:
+        done = subprocess.run(
+            [*shell, sys.executable, "-m", "emqtimerd", "config", "schema"],
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+            stdout=small,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    # A shell's own idea of a block.
+    assert (tmp_path / "schema").stat().st_size in (512, 1_024)
+    assert done.returncode == 1
+    assert done.stderr == b"emqtimerd: cannot write the result: File too large\n"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 @pytest.mark.parametrize(
     ("arguments", "sweeps"),

@@ -114,9 +114,11 @@ class _Rule:
     word: bytes
     answers: list[Answer | Spoiler]
     lasting: bool
+    after: int
+    """Which connection is the last that it does not hold for."""
 
     def take(self, arrival: Arrival) -> Answer | Spoiler | None:
-        if self.verb not in ("*", arrival.verb):
+        if self.verb not in ("*", arrival.verb) or arrival.connection <= self.after:
             return None
         if not any(self.word in word for word in arrival.words):
             return None
@@ -162,15 +164,22 @@ class Stub:
             self.url = f"unix://{unix}"
 
     def on(
-        self, verb: str, *answers: Answer | Spoiler, word: bytes = b"", lasting: bool = False
+        self,
+        verb: str,
+        *answers: Answer | Spoiler,
+        word: bytes = b"",
+        lasting: bool = False,
+        to_newcomers: bool = False,
     ) -> None:
         """Answer a verb (`*` is any) so, one answer an arrival, the last one for ever.
 
-        With `word`, only where one of the command's words holds it. The newest rule counts, and
-        each until `heal` unless it is a lasting one.
+        With `word`, only where one of the command's words holds it; `to_newcomers`, only on
+        connections that are not there yet. The newest rule counts, and each until `heal` unless it
+        is a lasting one.
         """
         with self._lock:
-            self._rules.insert(0, _Rule(verb, word, list(answers), lasting))
+            known = self.connections if to_newcomers else 0
+            self._rules.insert(0, _Rule(verb, word, list(answers), lasting, known))
 
     def heal(self) -> None:
         """Be healthy again."""
@@ -217,6 +226,9 @@ class Stub:
         """Close every connection, as a restarting server does."""
         with self._lock:
             clients, self._clients = self._clients, []
+            for client in clients:
+                # All at one moment: the last of them would go on while the first is dialled anew.
+                client.mute = True
         for client in clients:
             _shut(client.socket)
 

@@ -179,7 +179,10 @@ def test_a_name_that_leads_to_another_server_is_followed(
 
     def look_up(host: str, port: int, *rest: Any, **more: Any) -> Any:
         if host == "queues.test":
-            host, port = "127.0.0.1", leads_to[-1].port
+            host = f"127.0.0.{len(leads_to)}"
+        elif port == 6379:
+            # Each address is a server of its own, and stubs have ports.
+            host, port = "127.0.0.1", leads_to[int(host[-1]) - 1].port
         return real(host, port, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)

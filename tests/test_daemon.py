@@ -1048,12 +1048,12 @@ def test_a_job_is_promoted_when_it_is_due(
     milliseconds of their time."""
     jobs = Jobs(client, "orders")
     for number in range(40):
-        jobs.schedule(b"", in_ms=1_000 + 20 * number)
+        jobs.schedule(b"", in_ms=2_500 + 20 * number)
     daemon = open_daemon(node.url, ["orders"], promote={"interval": "1h"})
     daemon.wait_value(promoted("orders"), 40)
     samples = daemon.scrape()
     name = "emqtimerd_promotion_lateness_seconds"
-    assert samples[f"{name}_count"] > 20
+    assert samples[f"{name}_count"] > 10
     # A quarter of them: while a machine stands still, as many as half come due. One with more to
     # do than it has cores makes any thread wait for its turn.
     bound = "0.01" if os.getloadavg()[0] < (os.cpu_count() or 1) else "1.0"

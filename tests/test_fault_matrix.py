@@ -277,7 +277,7 @@ def handshakes_are_answered(command: str, answer: Answer) -> Injection:
     """Connections break, and new ones get this."""
 
     def inject(scene: StubScene, _: Sequence[Verb]) -> None:
-        scene.stub.on(command, answer)
+        scene.stub.on(command, answer, to_newcomers=True)
         scene.stub.hang_up()
 
     return inject

@@ -825,7 +825,8 @@ def test_a_failover_is_followed(sentinels: Sentinels, open_daemon: Open, how: st
     costs one timeout after the sentinels name another. `once` follows as well."""
     old, new = primary_of(sentinels), heir_of(sentinels)
     with connect(old) as client:
-        lease(client, "orders", "JOB1", 4_000)
+        # Longer than a busy machine takes from here to the failover.
+        lease(client, "orders", "JOB1", 7_000)
         ask(client, "WAIT", 1, 5_000)
     daemon = open_daemon(sentinels.url, ["orders"])
     daemon.wait_ready()

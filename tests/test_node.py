@@ -208,7 +208,8 @@ def test_a_server_that_knows_no_client_commands_is_worked_with(
     stub.on("CLIENT", error("ERR unknown command 'CLIENT'"))
     stub.on("HELLO", error("ERR unknown command 'HELLO'"))
     handshake(open_to(stub.url))
-    assert (stub.count("CLIENT", b"SETNAME"), stub.count("HELLO")) == (1, 0)
+    assert (stub.count("CLIENT"), stub.count("CLIENT", b"SETNAME")) == (1, 1)
+    assert stub.count("HELLO") == 0
 
 
 # --- authentication and reach -------------------------------------------------------------------
@@ -227,6 +228,25 @@ def test_a_password_file_is_read_at_each_connection(
     assert [arrival.words for arrival in stub.received("AUTH")] == [
         (b"AUTH", b"sweeper", b"old"),
         (b"AUTH", b"sweeper", b"new"),
+    ]
+
+
+def test_what_stands_beside_the_url_is_stronger_than_it(
+    stub: Stub, open_to: Callable[..., Node], tmp_path: Path
+) -> None:
+    """One user logs in, and not the one of an older address; where none is beside it, the URL's."""
+    (file := tmp_path / "password").write_text("new")
+    url = stub.url.replace("redis://", "redis://{}@")
+    for login, beside in (
+        ("old:secret", {"username": "sweeper"}),
+        ("old", {"username": "sweeper", "password_file": str(file)}),
+        ("old", {"password_file": str(file)}),
+    ):
+        handshake(open_to(url.format(login), **beside))
+    assert [arrival.words[1:] for arrival in stub.received("AUTH")] == [
+        (b"sweeper", b"secret"),
+        (b"sweeper", b"new"),
+        (b"old", b"new"),
     ]
 
 

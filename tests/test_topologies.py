@@ -28,7 +28,7 @@ from server_sets import (
 )
 from stub import NIL, SILENCE, Answer, Stub, array, bulk, error, integer
 
-from emqtimerd import wire
+from emqtimerd import dialling, wire
 from emqtimerd.acl import acl_words
 from emqtimerd.check import Finding, Report, examine
 from emqtimerd.chronicle import Chronicle
@@ -1013,10 +1013,15 @@ def test_a_sentinel_that_lags_behind_is_asked_last(stub: Stub, named: Stub) -> N
         nodes.close()
 
 
-def test_silent_sentinels_cost_no_more_than_one_connection(stub: Stub, named: Stub) -> None:
-    """All of them together have node.connect_timeout."""
-    stub.on("SENTINEL", SILENCE)
-    nodes = open_nodes(settings_of(sentinel_url(*[stub.port] * 5), connect_timeout="500ms").node)
+@pytest.mark.parametrize("verb", ["AUTH", "SENTINEL"])
+def test_silent_sentinels_cost_no_more_than_one_connection(
+    stub: Stub, tmp_path: Path, verb: str
+) -> None:
+    """All of them together have node.connect_timeout, the login included."""
+    (secret := tmp_path / "secret").write_text("x")
+    stub.on(verb, SILENCE)
+    node: dict[str, Any] = {"connect_timeout": "500ms", "sentinel": {"password_file": str(secret)}}
+    nodes = open_nodes(settings_of(sentinel_url(*[stub.port] * 5), **node).node)
     started = time.monotonic()
     with pytest.raises(Unreachable) as caught:
         nodes.refresh()
@@ -1080,23 +1085,29 @@ def test_the_name_that_was_named_is_told(
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "words", "each"),
     [
-        ("redis+sentinel://a.test,b.test/main", "no sentinel names the primary: a.test:26379: {}"),
-        ("redis+cluster://a.test,b.test", "no slot map to be had: a.test:6379: {}"),
+        ("redis+sentinel://a.test,b.test/m", "no sentinel names the primary: a.test:26379: ", 0.5),
+        ("redis+cluster://a.test,b.test", "no slot map to be had: a.test:6379: ", 1.0),
     ],
 )
 def test_names_that_nobody_looks_up_are_told(
-    name_servers: NameServers, url: str, words: str
+    monkeypatch: pytest.MonkeyPatch, url: str, words: str, each: float
 ) -> None:
-    """Each server is asked for, in the time that it has."""
-    name_servers.names = {"a.test": [], "b.test": []}
-    settings = settings_of(url, connect_timeout="100ms").node
+    """Each server is asked for, in the time that it has: sentinels share that of one connection."""
+    asked: list[tuple[str, float]] = []
+
+    def addresses(host: str, seconds: float) -> list[str]:
+        asked.append((host, seconds))
+        raise dialling.NoAnswer("silence")
+
+    monkeypatch.setattr(dialling._LOOK_UPS, "addresses", addresses)
+    settings = settings_of(url, connect_timeout="1s").node
     with closing(open_nodes(settings)) as nodes, pytest.raises(Unreachable) as caught:
         nodes.refresh()
     assert caught.value.code == "timeout"
-    assert words.format("no answer to the look-up of a.test") in str(caught.value)
-    assert name_servers.asked == ["a.test", "b.test"]
+    assert f"{words}silence within node.connect_timeout" in str(caught.value)
+    assert asked == [("a.test", each), ("b.test", each)]
 
 
 @pytest.mark.parametrize("name", ["a..b", "." * 3, "a" * 64])

@@ -26,9 +26,6 @@ from emqtimerd.devnode import DevNode
 
 each_server = pytest.mark.parametrize("kind", SERVERS)
 
-# With `everysec` a write waits, up to two seconds, while the last second's fsync still runs.
-WRITES_FIRST = ("--appendfsync", "no")
-
 # A primary waits for more replicas before it sends its data; ours has one.
 AT_ONCE = ("--repl-diskless-sync-delay", "0")
 
@@ -230,7 +227,7 @@ def appended(node: DevNode, act: Callable[[], Any]) -> list[list[bytes]]:
     (path,) = node.directory.glob("appendonlydir/*.incr.aof")
     start = path.stat().st_size
     act()
-    # The server writes the file before it sends the reply (WRITES_FIRST).
+    # The server writes the file before it sends the reply (`appendfsync no`).
     rest = path.read_bytes()[start:]
     commands = []
     while rest:
@@ -249,7 +246,7 @@ def test_effects_of_each_verb(start_node: Callable[..., DevNode], kind: str) -> 
     """Each verb leaves one transaction of plain writes, as few as its ids allow; a refusal or an
     empty sweep none.
     """
-    node = start_node(kind, extra_args=WRITES_FIRST)
+    node = start_node(kind)
     client = client_of(node.url)
 
     def effects(*command: Any) -> list[bytes]:
@@ -362,7 +359,7 @@ def test_in_a_transaction(start_node: Callable[..., DevNode], kind: str) -> None
     """In MULTI the verbs answer as elsewhere, a refused one spoils no other, and all effects are
     one transaction.
     """
-    node = start_node(kind, extra_args=WRITES_FIRST)
+    node = start_node(kind)
     client = client_of(node.url)
     transaction = (
         ("MULTI",),
@@ -424,7 +421,7 @@ CALL = "return redis.call(ARGV[1], unpack(ARGV, 2))"
 @each_server
 def test_in_a_script(start_node: Callable[..., DevNode], kind: str) -> None:
     """A writing script may call any verb: replies, refusals and effects are the same."""
-    node = start_node(kind, extra_args=WRITES_FIRST)
+    node = start_node(kind)
     client = client_of(node.url)
 
     def script(*command: Any) -> Any:

@@ -153,7 +153,7 @@ CONFIG = """\
 queues = [{queues}]
 [node]
 url = "{url}"
-timeout = "500ms"
+timeout = "1s"
 [promote]
 interval = "200ms"
 [stalled_check]

@@ -59,13 +59,23 @@ def schedule(client: redis.Redis, queue: str, job_id: str, in_ms: int = 0) -> No
     assert ask(client, "EMQ.SCHEDULE", 2, *keys, job_id, "payload", "in", in_ms) == 1
 
 
-def lease(client: redis.Redis, queue: str, job_id: str, lease_ms: int) -> None:
-    """Add a job and claim it: a worker that holds it and is never heard of again."""
+def lease(client: redis.Redis, queue: str, job_ids: Sequence[str], lease_ms: int) -> None:
+    """Add jobs and claim them: a worker that holds them and is never heard of again.
+
+    In one transaction: the first is not to come back before the last is claimed.
+    """
     prefix = base(queue).decode()
-    keys = (f"{prefix}job:{job_id}", f"{prefix}pending")
-    assert ask(client, "EMQ.ENQUEUE", 2, *keys, job_id, "payload") == 1
-    claim = ("EMQ.CLAIM", 3, f"{prefix}pending", f"{prefix}active", prefix, lease_ms)
-    assert ask(client, *claim)[0] == job_id.encode()
+    pending = f"{prefix}pending"
+    pipeline: Any
+    with client.pipeline(transaction=True) as pipeline:
+        for job_id in job_ids:
+            job = (f"{prefix}job:{job_id}", pending, job_id)
+            pipeline.execute_command("EMQ.ENQUEUE", 2, *job, "payload")
+        for _ in job_ids:
+            pipeline.execute_command("EMQ.CLAIM", 3, pending, f"{prefix}active", prefix, lease_ms)
+        replies = pipeline.execute()
+    claimed = [claim[0] for claim in replies[len(job_ids) :]]
+    assert claimed == [job_id.encode() for job_id in job_ids]
 
 
 def pending(client: redis.Redis, queue: str) -> set[bytes]:

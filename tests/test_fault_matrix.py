@@ -588,10 +588,11 @@ class RealScene(Scene):
         for verb in VERBS:
             self._counted[verb] += len(self._pending(verb))
         self.client.delete(wire.queue_key(QUEUE, "pending"))
-        for _ in range(WORK):
-            self._number += 1
-            lease(self.client, QUEUE, f"JOBL{self._number:06}", SOON_MS)
-            schedule(self.client, QUEUE, f"JOBP{self._number:06}", SOON_MS)
+        numbers = range(self._number, self._number + WORK)
+        self._number += WORK
+        lease(self.client, QUEUE, [f"JOBL{number:06}" for number in numbers], SOON_MS)
+        for number in numbers:
+            schedule(self.client, QUEUE, f"JOBP{number:06}", SOON_MS)
         self._undo = fault.inject(self, verbs)
 
     def heal(self) -> None:

@@ -180,7 +180,7 @@ def test_once_sweeps_queues_on_all_primaries(cluster: Cluster) -> None:
     for queue, node in owners.items():
         with connect(node) as client:
             schedule(client, queue, "JOB1")
-            lease(client, queue, "JOB2", 1)
+            lease(client, queue, ["JOB2"], 1)
     report = once(settings_of(cluster.url, queues), max_stalled=2)
     assert report["ok"], report
     assert [
@@ -273,7 +273,7 @@ def test_a_moved_queue_is_swept_in_the_same_round(
     with connect(first) as client:
         schedule(client, moving, "JOB1")
         schedule(client, staying, "JOB1")
-        lease(client, moving, "JOB2", 1)
+        lease(client, moving, ["JOB2"], 1)
     cluster.move(moving, first, third)
     rounds.run("promote", [moving, staying])
     facts = {queue.name: queue for queue in ledger.queues()}
@@ -302,7 +302,7 @@ def test_no_job_is_lost_while_slots_move(cluster: Cluster, open_daemon: Open, wa
         return cluster.client_of_slot(wire.slot(queue))
 
     with connect(first) as client:
-        lease(client, moving, "JOBlease", 3_000)
+        lease(client, moving, ["JOBlease"], 3_000)
         for number in range(20):
             schedule(client, moving, f"JOBlater{number}", 2_000)
     daemon = open_daemon(cluster.url, [moving, staying])
@@ -390,7 +390,7 @@ def test_a_replica_takes_over(replicated: Cluster, open_daemon: Open, how: signa
     failing, heir = cluster.primaries[1], cluster.replicas[1]
     queues = [cluster.queues_of(node)[0] for node in cluster.primaries]
     with connect(failing) as client:
-        lease(client, queues[1], "JOB1", 2_000)
+        lease(client, queues[1], ["JOB1"], 2_000)
         ask(client, "WAIT", 1, 5_000)
     daemon = open_daemon(cluster.url, queues)
     daemon.wait_ready()
@@ -826,7 +826,7 @@ def test_a_failover_is_followed(sentinels: Sentinels, open_daemon: Open, how: st
     old, new = primary_of(sentinels), heir_of(sentinels)
     with connect(old) as client:
         # Longer than a busy machine takes from here to the failover.
-        lease(client, "orders", "JOB1", 7_000)
+        lease(client, "orders", ["JOB1"], 7_000)
         ask(client, "WAIT", 1, 5_000)
     daemon = open_daemon(sentinels.url, ["orders"])
     daemon.wait_ready()

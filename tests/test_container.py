@@ -238,6 +238,7 @@ def build(sandbox: Sandbox, context: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_steps_build_it_and_it_runs_as_process_1_without_rights_on_a_read_only_root(
     sandbox: Sandbox, context: Path, node: DevNode
 ) -> None:

@@ -299,6 +299,7 @@ def readme_lines() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_readme_installs_it(start_node: Callable[..., DevNode], tmp_path: Path) -> None:
     """Its lines run as they stand, in a copy of this machine's root; then systemd reads the units.
 

@@ -73,7 +73,7 @@ clean: ## remove all that the other targets made, environments included
 # What judges the conformance suite, the page, the alerts, the units and the completion. Does nothing
 # where it is installed or cannot be.
 packages:
-	@.ci/packages redis-server chromium prometheus systemd faketime zsh fish
+	@.ci/packages redis-server chromium prometheus systemd zsh fish
 
 $(READY): pyproject.toml setup.py
 	@for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \

@@ -15,17 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from chaos import network
+from chaos.audit import Evidence, audit
+from chaos.crew import Books
+from chaos.history import History, Part, mark_key, read
+from chaos.plan import GROUPS, Step, kinds_of, plan
+from chaos.stage import Clock, Snapshot
 from emqtimerd import wire
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # chaos is a package beside the product, and not a part of it
-
-from chaos import network  # noqa: E402
-from chaos.audit import Evidence, audit  # noqa: E402 - found by the line above
-from chaos.crew import Books  # noqa: E402
-from chaos.history import History, Part, mark_key, read  # noqa: E402
-from chaos.plan import GROUPS, Step, kinds_of, plan  # noqa: E402
-from chaos.stage import Clock, Snapshot  # noqa: E402
 
 
 def run(*arguments: str) -> str:

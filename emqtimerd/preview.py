@@ -1,7 +1,7 @@
 """What a sweep would do, said by reads alone: for `once --dry-run` and for the doctor."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from emqtimerd import wire
 from emqtimerd.node import Node
@@ -42,16 +42,8 @@ def foresee(
                 size = PAGE if drain else min(PAGE, sweep.limit - offset)
                 (reply,) = ask(wire.due(sweep.queue, source, now_ms, offset, size))
                 page = wire.read_due(reply)
-                rows = ask(*(wire.row(sweep.queue, head.job_id) for head in page))
-                blank = [h.job_id for h, row in zip(page, rows, strict=True) if row == _BLANK]
-                there = ask(*(wire.is_row(sweep.queue, job_id) for job_id in blank))
-                # Ghosts are taken out of their set and counted nowhere.
-                ghosts = {
-                    j for j, reply in zip(blank, there, strict=True) if not wire.read_is_row(reply)
-                }
-                for head, row in zip(page, rows, strict=True):
-                    if head.job_id not in ghosts:
-                        _foresee_row(sweep, result, head, row, run_id, now_ms)
+                for head, row in _rows(ask, sweep.queue, page):
+                    _foresee_row(sweep, result, head, row, run_id, now_ms)
                     if result.blocked:
                         break
                 offset += len(page)
@@ -60,6 +52,21 @@ def foresee(
         except (wire.ReplyError, wire.ShapeError) as error:
             result.failure = Failure(error.code, str(error))
     return result
+
+
+def _rows(
+    ask: Callable[..., list[wire.Reply]], queue: str, page: Sequence[wire.Head]
+) -> list[tuple[wire.Head, wire.Reply]]:
+    """The due ids of a page with their rows. Ghosts are left out: a sweep takes them out of their
+    set and counts them nowhere."""
+    rows = ask(*(wire.row(queue, head.job_id) for head in page))
+    blank = [head.job_id for head, row in zip(page, rows, strict=True) if row == _BLANK]
+    there = ask(*(wire.is_row(queue, job_id) for job_id in blank))
+    ghosts = {
+        job_id for job_id, reply in zip(blank, there, strict=True) if not wire.read_is_row(reply)
+    }
+    found = zip(page, rows, strict=True)
+    return [(head, row) for head, row in found if head.job_id not in ghosts]
 
 
 _BLANK: list[wire.Reply] = [None] * len(wire.ROW)

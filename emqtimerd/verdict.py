@@ -104,14 +104,17 @@ def not_tls(settings: NodeSettings) -> str:
     return f'this port does not speak TLS: use its TLS port, or "{scheme}://" without TLS'
 
 
+_CERTIFICATE_FIX = (
+    "if the server wants a client certificate, set node.tls.cert_file and key_file to one that its "
+    "CA has signed"
+)
+
+
 def _tls_fix(settings: NodeSettings, error: ssl.SSLError) -> str:
     if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER_FAILURE" in str(error):
         return not_tls(settings)
     if not isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            "if the server wants a client certificate, set node.tls.cert_file and key_file to one "
-            "that its CA has signed"
-        )
+        return _CERTIFICATE_FIX
     # OpenSSL: 62 and 64 are the names and addresses that do not match, 10 is an expired one.
     if error.verify_code in (62, 64):
         return "set node.tls.server_name to a name in the certificate, or node.url to that name"
@@ -132,7 +135,10 @@ def _reach_fix(settings: NodeSettings, fault: NodeFault) -> str:
         )
     # A server that speaks TLS hangs up on whoever does not, in the midst of login or fence.
     hung_up = re.search("during the handshake|reset by peer|[Cc]onnection closed", fault.message)
-    if hung_up and not url.tls and not url.socket:
+    if hung_up and url.tls:
+        # What it says of a certificate that it misses is lost where we had begun to speak.
+        return f"{_CERTIFICATE_FIX}; else look into the server's log"
+    if hung_up and not url.socket:
         secure = url.scheme.replace("redis", "rediss").replace("valkey", "valkeys")
         return f'if this port speaks TLS, write "{secure}://"; else look into the server\'s log'
     if url.socket:

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -749,6 +750,23 @@ def test_tls_and_plain_mixed_up(node: DevNode) -> None:
     failure = only_failure(examine(settings), 3)
     assert failure.check == "tls"
     assert "does not speak TLS" in failure.fix
+
+
+@pytest.mark.parametrize("login", ["", ":sesame@"])
+def test_a_server_that_hangs_up_on_a_tls_session(certificates: Path, login: str) -> None:
+    """One that misses the client's certificate may be gone before it was heard to say so: the TLS
+    session was there, and the port is the right one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "own.crt", certificates / "own.key")
+    with Stub(tls=context) as stub:
+        stub.on("*", HANG_UP)
+        url = f"rediss://{login}127.0.0.1:{stub.port}/0"
+        node = {"url": url, "tls": {"ca_file": str(certificates / "own.crt")}}
+        settings = Settings.model_validate({"queues": [QUEUE], "node": node})
+        failure = only_failure(examine(settings), 3)
+    assert failure.check == "tls"
+    assert "node.tls.cert_file" in failure.fix
+    assert "server's log" in failure.fix
 
 
 # --- what answers there -------------------------------------------------------------------------

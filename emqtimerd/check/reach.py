@@ -41,7 +41,8 @@ def unreadable_tls_files(settings: NodeSettings) -> Iterator[Finding]:
 def unreachable(
     settings: NodeSettings, fault: Unreachable, *, port_is_open: bool
 ) -> Iterator[Finding]:
-    """How far the connection got; `port_is_open` is for TLS that was met with silence."""
+    """How far the connection got; `port_is_open` is for TLS that was met with silence, or
+    that the server hung up on."""
     fix = verdict.fix(settings, fault)
     if fault.code in ("NOAUTH", "WRONGPASS"):
         yield passed("reach", f"{fault.node} answers")
@@ -54,8 +55,11 @@ def unreachable(
         yield failed("tls", fault.message, fix, EXIT_UNREACHABLE)
     elif settings.url.tls and port_is_open:
         yield passed("reach", f"{fault.node} answers")
-        found = f"{fault.message}: the port is open, but there is no TLS session"
-        yield failed("tls", found, verdict.not_tls(settings), EXIT_UNREACHABLE)
+        found = fault.message
+        if fault.code == "timeout":
+            found += ": the port is open, but there is no TLS session"
+            fix = verdict.not_tls(settings)
+        yield failed("tls", found, fix, EXIT_UNREACHABLE)
     else:
         yield failed("reach", str(fault), fix, EXIT_UNREACHABLE)
 

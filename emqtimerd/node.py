@@ -156,8 +156,6 @@ class Link:
         """Which server process is at the other end; set by the fence."""
         self.generation = 0
         """How often its node had dropped what it held when this link was made."""
-        self.answered_at = float("-inf")
-        """When an exchange was last answered in full, by the monotonic clock."""
         self.asked_at = float("-inf")
         """When the latest exchange began, by the monotonic clock."""
         self.lost: Lost | None = None
@@ -196,7 +194,6 @@ class Link:
         if self._reader.has_data() or self._boundless:
             # Whose they are, nobody can say; a count among them may be that of another queue.
             raise self._lose("shape", "there were more replies than commands", [])
-        self.answered_at = time.monotonic()
         return replies
 
     def _lose(self, code: str, message: str, replies: list[wire.Reply]) -> Lost:
@@ -348,8 +345,9 @@ class Node:
     def _give_back(self, link: Link) -> None:
         current = link.generation == self._generation and not self._closed
         if link.is_usable() and current:
-            if self._last_fault and link.answered_at > self._failed_at:
-                # A further link could not be made for a while, but this one held.
+            if self._last_fault and link.asked_at > self._failed_at:
+                # A further link could not be made for a while, but this one held. An answer to what
+                # was asked before may be older than the failure.
                 self._works()
             self._idle.append(link)
             if link.generation != self._generation:

@@ -316,7 +316,8 @@ class Rounds:
         with self._telling:
             # Read here: of two threads, the one that tells last also knows the latest.
             identity = node.identity
-            if self._left or identity is None:
+            # An answer from before a fault is no news of the node, either.
+            if self._left or identity is None or node.fault():
                 return []
             self._ledger.node_seen(node.name, identity)
             self._chronicle.node_up(node.name, identity)

@@ -569,6 +569,27 @@ def test_a_connection_that_breaks_late_is_no_news_of_the_node(
     assert desk.ledger.queues(["emails"])[0].promote.unknown == 1
 
 
+def test_an_answer_from_before_a_fault_is_no_news_of_the_node(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """A server begins to load its data while another round waits for its answer, and tells of it
+    later: the node is not up for a moment."""
+    stub.on("EMQ.PROMOTE", late(integer(0), 1.5), word=b"{emails}")
+    stub.on("EMQ.PROMOTE", error("LOADING"), word=b"{orders}")
+    desk = open_desk("orders", "emails", "labels", node={"timeout": "5s"})
+    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
+    slow.start()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that is answered late")
+    desk.rounds.run("promote", ["orders"])
+    stub.on("EMQ.VERSION", error("LOADING"))
+    desk.rounds.run("promote", ["labels"])
+    assert "node down" in desk.book.take()
+    slow.join()
+    assert desk.book.take() == []
+    assert not desk.ledger.overview().nodes[0].up
+    assert desk.ledger.queues(["emails"])[0].promote.ok == 1
+
+
 def test_a_round_whose_reply_is_lost_is_unknown_and_goes_on(
     open_desk: Callable[..., Desk], stub: Stub
 ) -> None:

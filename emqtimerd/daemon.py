@@ -314,7 +314,8 @@ class Daemon:
             former.leave()
             self._former.append(former)
             self._chronicle.begin_anew()
-            self._work = self._open_work(settings, former.nodes.failing_since())
+            self._work = self._open_work(settings)
+            self._work.nodes.go_on_from(former.nodes)
             if self._work.nodes.name == former.nodes.name:
                 self._work.discovery.go_on_from(former.discovery)
             else:
@@ -325,8 +326,8 @@ class Daemon:
         if self._work is not former:
             self._work.timer.start()
 
-    def _open_work(self, settings: Settings, failing_since: float | None = None) -> _Work:
-        nodes = open_nodes(settings.node, failing_since)
+    def _open_work(self, settings: Settings) -> _Work:
+        nodes = open_nodes(settings.node)
         rounds = Rounds(nodes, self._ledger, self._chronicle, lambda: self._stopping)
         timer = Timer(
             rounds.run,

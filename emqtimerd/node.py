@@ -282,8 +282,7 @@ class Node:
     One that was found through others (`found`) must be a primary. `brand_is_here` is asked at each
     fence and says whether the server has the brand; it raises NodeFault where another one has it
     and does not say the right one. `predecessor` is the `run_id` of whom it took over from, ""
-    where that is not known, None for a server that was there at our own start. `failing_since`
-    says when an outage began that others met before there was this object (monotonic seconds).
+    where that is not known, None for a server that was there at our own start.
     """
 
     def __init__(
@@ -295,13 +294,12 @@ class Node:
         found: bool = False,
         brand_is_here: Callable[["Node"], bool] = lambda _: True,
         predecessor: str | None = None,
-        failing_since: float | None = None,
     ) -> None:
         self.name = name
         self.timeout_seconds = timeout
         self.identity: Identity | None = None
         """What the latest fence read; None before the first one passed."""
-        self.failing_since = failing_since
+        self.failing_since: float | None = None
         """When the first question of an outage that lasts was asked (monotonic seconds)."""
         self.peek_allowed = True
         """Whether the node's ACL lets us peek; a new connection asks again."""
@@ -652,11 +650,11 @@ def _handshake_fault(node: str, command: str, error: wire.ReplyError) -> NodeFau
     return NotReady(node, error.code, f"{command} was refused: {error}")
 
 
-def open_node(settings: NodeSettings, failing_since: float | None = None) -> Node:
+def open_node(settings: NodeSettings) -> Node:
     """Return the one server that the settings name; nothing is dialled before the first link."""
     url = settings.url
     if url.scheme == "unix":
         name, dial = url.socket, file_connector(settings)
     else:
         name, dial = host_and_port(*url.hosts[0]), partial(connector(settings), *url.hosts[0])
-    return Node(name, dial, settings.timeout_seconds, failing_since=failing_since)
+    return Node(name, dial, settings.timeout_seconds)

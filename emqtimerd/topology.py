@@ -100,26 +100,25 @@ class Nodes:
         """Tell who the primaries are and who says so. Raises NodeFault."""
         return Account("one server")
 
-    def failing_since(self) -> float | None:
-        """Say since when one of them has been failing (monotonic seconds); None if all work."""
-        since = (node.failing_since for node in self.primaries())
-        return min((each for each in since if each is not None), default=None)
+    def go_on_from(self, former: "Nodes") -> None:
+        """Take over since when one of those before these has been failing: what these find is the
+        end of that outage. To be called before anything is dialled."""
+        since = [n.failing_since for n in former.primaries() if n.failing_since is not None]
+        for node in self.primaries():
+            node.failing_since = min(since, default=None)
 
     def close(self) -> None:
         """Close the connections."""
         self._node.close()
 
 
-def open_nodes(settings: NodeSettings, failing_since: float | None = None) -> Nodes:
-    """Return the nodes that the settings name; nothing is dialled before it is needed.
-
-    `failing_since` is of the nodes before them: what these find is the end of that outage.
-    """
+def open_nodes(settings: NodeSettings) -> Nodes:
+    """Return the nodes that the settings name; nothing is dialled before it is needed."""
     if settings.url.topology == "sentinel":
-        return SentinelNodes(settings, failing_since)
+        return SentinelNodes(settings)
     if settings.url.topology == "cluster":
-        return ClusterNodes(settings, failing_since)
-    return Nodes(open_node(settings, failing_since))
+        return ClusterNodes(settings)
+    return Nodes(open_node(settings))
 
 
 # --- Sentinel -----------------------------------------------------------------------------------
@@ -133,21 +132,13 @@ class SentinelNodes(Nodes):
 
     watched = True
 
-    def __init__(self, settings: NodeSettings, failing_since: float | None = None) -> None:
+    def __init__(self, settings: NodeSettings) -> None:
         self._sentinels = _Sentinels(settings)
         self._connect = connector(settings)
         self._address: tuple[str, int] | None = None
         self._asked_at = float("-inf")
         url = settings.url
-        super().__init__(
-            Node(
-                url.master,
-                self._dial,
-                settings.timeout_seconds,
-                found=True,
-                failing_since=failing_since,
-            )
-        )
+        super().__init__(Node(url.master, self._dial, settings.timeout_seconds, found=True))
 
     def refresh(self, told: str = "") -> None:
         """Ask the sentinels, and leave the server that they no longer name: it may have lost all
@@ -356,16 +347,13 @@ class ClusterNodes(Nodes):
 
     watched = tended = True
 
-    def __init__(self, settings: NodeSettings, failing_since: float | None = None) -> None:
+    def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
         self._connect = connector(settings)
         name = ",".join(host_and_port(*seed) for seed in settings.url.hosts)
         # Stands for whoever ought to have a slot that nobody serves, and for all before anything
         # is known. To connect to it is to look who there is; it never answers.
-        nobody = Node(
-            name, self._dial_nobody, settings.timeout_seconds, failing_since=failing_since
-        )
-        super().__init__(nobody)
+        super().__init__(Node(name, self._dial_nobody, settings.timeout_seconds))
         self._map: _Map | None = None
         self._asked_at = float("-inf")
         self._read_at = float("-inf")
@@ -536,7 +524,7 @@ class ClusterNodes(Nodes):
         return _Map(ranges, nodes, owners, heirs, self._node not in owners)
 
     def _new_node(self, server: Server, name: str, forebear: Node | None) -> Node:
-        return Node(
+        node = Node(
             name,
             partial(self._connect, server.host, server.port),
             self._settings.timeout_seconds,
@@ -544,9 +532,11 @@ class ClusterNodes(Nodes):
             brand_is_here=self._brand_is_here,
             # One that was not there at our own start begins like one that was restarted just now.
             predecessor=((forebear and forebear.run_id) or "") if self._map else None,
-            # The stand-in knows of an outage before anybody had the map.
-            failing_since=None if self._map else self._node.failing_since,
         )
+        if self._map is None:
+            # The stand-in knows of an outage before anybody had the map.
+            node.failing_since = self._node.failing_since
+        return node
 
     def _follow(self, before: _Map | None, now: _Map) -> None:
         """Leave the primaries that are none any more, and read the brand again."""

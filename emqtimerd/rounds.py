@@ -258,8 +258,8 @@ class Rounds:
             self._known = known
             self._at_rest = [node for node in self.nodes.primaries() if node not in busy]
         for node in self._at_rest:
-            if fault := node.fault():
-                self._note_down(node, Failure(fault.code, str(fault), of_node=True))
+            if node.fault():
+                self._note_down(node)
             elif node.identity:
                 self._note_up(node)
 
@@ -282,10 +282,9 @@ class Rounds:
     def _note_node(self, node: Node, verb: Verb, done: Round) -> list[Wake]:
         """Tell ledger and chronicle how a node stands; after a restart look at all its leases."""
         results = done.results
-        fault = next((r.failure for r in results if r.failure and r.failure.of_node), None)
-        if fault is not None:
+        if any(r.failure and r.failure.of_node for r in results):
             self._note_heard(node, verb, not any(r.unknown for r in results))
-            self._note_down(node, fault)
+            self._note_down(node)
             return []
         # An error of a queue is an answer too: an ACL may deny everything on a node that is well.
         answered = done.quiet or any(r.passes or r.jobs or r.failure or r.blocked for r in results)
@@ -304,13 +303,15 @@ class Rounds:
             self._unheard[node.name] = verbs
             return not verbs
 
-    def _note_down(self, node: Node, fault: Failure) -> None:
+    def _note_down(self, node: Node) -> None:
         with self._telling:
-            # A connection that broke late, when the node had been reached anew, is no news of it.
-            if not self._left and (latest := node.fault()):
-                self._ledger.node_down(node.name, fault.message)
-                fix = fix_of(self._node_settings, latest)
-                self._chronicle.node_down(node.name, fault, fix)
+            # Read here, as below: a connection that broke late, when the node had been reached or
+            # dialled anew, is no news of it.
+            if not self._left and (fault := node.fault()):
+                failure = Failure(fault.code, str(fault), of_node=True)
+                fix = fix_of(self._node_settings, fault)
+                self._ledger.node_down(node.name, failure.message)
+                self._chronicle.node_down(node.name, failure, fix)
 
     def _note_up(self, node: Node) -> list[Wake]:
         with self._telling:

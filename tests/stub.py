@@ -224,10 +224,19 @@ class Stub:
 
     def hang_up(self) -> None:
         """Close every connection, as a restarting server does."""
+        self._leave()
+
+    def restart(self, verb: str, *answers: Answer | Spoiler, word: bytes = b"") -> None:
+        """Close every connection, and answer a verb so on all that come after them."""
+        self._leave(_Rule(verb, word, list(answers), lasting=False, after=0))
+
+    def _leave(self, *rules: _Rule) -> None:
+        # All at one moment: the last would go on while the first is dialled anew, and what is
+        # dialled anew is to meet the rules.
         with self._lock:
+            self._rules[:0] = [replace(rule, after=self.connections) for rule in rules]
             clients, self._clients = self._clients, []
             for client in clients:
-                # All at one moment: the last of them would go on while the first is dialled anew.
                 client.mute = True
         for client in clients:
             _shut(client.socket)

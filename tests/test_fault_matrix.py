@@ -277,15 +277,13 @@ def handshakes_are_answered(command: str, answer: Answer) -> Injection:
     """Connections break, and new ones get this."""
 
     def inject(scene: StubScene, _: Sequence[Verb]) -> None:
-        scene.stub.on(command, answer, to_newcomers=True)
-        scene.stub.hang_up()
+        scene.stub.restart(command, answer)
 
     return inject
 
 
 def has_become_a_replica(scene: StubScene, _: Sequence[Verb]) -> None:
-    scene.stub.on("INFO", bulk(b"# Replication\r\nrole:slave\r\n"), word=b"replication")
-    scene.stub.hang_up()
+    scene.stub.restart("INFO", bulk(b"# Replication\r\nrole:slave\r\n"), word=b"replication")
 
 
 def connections_are_refused(scene: StubScene, _: Sequence[Verb]) -> None:
@@ -317,8 +315,14 @@ def sentinels_are_answered(answer: Answer) -> Injection:
 
 def sentinels_are_gone(scene: StubScene, _: Sequence[Verb]) -> None:
     scene.other.stop_listening()
-    scene.stub.hang_up()
-    time.sleep(INTERVAL_SECONDS)  # as above, but nobody sees who asks
+    known = len(scene.daemon.lines())
+
+    def missed() -> bool:
+        # As above; of those who ask it is seen that they give up.
+        scene.stub.hang_up()
+        return any("entinel" in line.get("reason", "") for line in scene.daemon.lines()[known:])
+
+    await_(missed, "no sentinel is reached")
     scene.stub.hang_up()
 
 

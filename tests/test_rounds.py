@@ -569,6 +569,27 @@ def test_a_connection_that_breaks_late_is_no_news_of_the_node(
     assert desk.ledger.queues(["emails"])[0].promote.unknown == 1
 
 
+def test_a_connection_that_breaks_late_does_not_change_why_a_node_is_down(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """A server restarts and loads its data, which new connections are told; of one that was in use
+    meanwhile it is seen only now that it broke."""
+    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 1.5), word=b"{emails}")
+    stub.on("EMQ.PROMOTE", HANG_UP, word=b"{orders}")
+    desk = open_desk("orders", "emails", node={"timeout": "5s"})
+    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
+    slow.start()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that breaks late")
+    stub.on("EMQ.VERSION", error("LOADING"), to_newcomers=True)
+    desk.rounds.run("promote", ["orders"])
+    assert desk.book.last("node down")["code"] == "LOADING"
+    desk.book.take()
+    slow.join()
+    assert desk.book.take() == []
+    assert "LOADING" in desk.ledger.overview().nodes[0].reason
+    assert desk.ledger.queues(["emails"])[0].promote.unknown == 1
+
+
 def test_an_answer_from_before_a_fault_is_no_news_of_the_node(
     open_desk: Callable[..., Desk], stub: Stub
 ) -> None:

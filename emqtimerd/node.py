@@ -474,10 +474,12 @@ class Node:
             known.append(_Return(now, now - self.failing_since))
         # One that was followed by a longer outage makes no grace any longer. So few are left that
         # it does not matter that nobody waits for the oldest of them any more.
-        self._returns = []
+        kept: list[_Return] = []
         for each in sorted(known, key=attrgetter("at", "outage_seconds"), reverse=True):
-            if not self._returns or each.outage_seconds > self._returns[-1].outage_seconds:
-                self._returns.append(each)
+            if not kept or each.outage_seconds > kept[-1].outage_seconds:
+                kept.append(each)
+        # At once: another thread may be about to check for expired leases, and asks for the grace.
+        self._returns = kept
 
     def _open(self) -> tuple[Link, Identity]:
         brand_is_here = self._brand_is_here(self)

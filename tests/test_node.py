@@ -9,13 +9,14 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub import (
     NIL,
+    RUN_ID,
     SILENCE,
     Answer,
     Stub,
@@ -1221,6 +1223,33 @@ def test_the_grace_follows_from_all_returns(
             if restarted or length > grace:
                 ends.append(clock.now + grace)
             assert server.node.grace_ends(grace) == max(ends)
+
+
+def test_a_further_connection_interrupts_no_grace(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Wherever the thread that makes it stands still: a stall check of another one that asks for
+    the grace in that moment would recover leases whose workers are just coming back."""
+    stub.on("INFO", bulk(b"run_id:%b\r\nuptime_in_seconds:0\r\n" % RUN_ID))
+    node = open_to(stub.url)
+    seen: set[float] = set()
+
+    def look(frame: FrameType, _event: str, _arg: object) -> Any:
+        if frame.f_code.co_filename != nodes.__file__:
+            return None
+        seen.add(node.grace_ends(10))
+        return look
+
+    with node.link():
+        begun = node.grace_ends(10)
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            handshake(node)
+        finally:
+            sys.settrace(before)
+    assert stub.connections == 2
+    assert seen == {begun}
 
 
 def test_an_outage_begins_with_the_first_question_that_is_not_answered(

@@ -252,6 +252,8 @@ class Chronicle:
     def _follow_restart(self, result: SweepResult, report: _RestartReport) -> None:
         """Keep count of one queue's leases of an earlier process; counts stop at a thousand."""
         queue = result.queue
+        if result.run_id not in ("", report.run_id):
+            return  # what another process said, before this one was noticed
         if result.leases is None:
             # One queue that cannot be read must not keep back what is known of all the others.
             failed = result.failure and not result.failure.of_node

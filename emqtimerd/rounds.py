@@ -204,7 +204,7 @@ class Rounds:
             ends = {grace: node.grace_ends(grace) for grace in {d.grace_seconds for d in due}}
             ready = [duty for duty in due if ends[duty.grace_seconds] <= now]
             waiting = [duty for duty in due if ends[duty.grace_seconds] > now]
-            looked = survey(node, [duty.sweep for duty in waiting])
+            looked = survey(node, [duty.sweep for duty in waiting], run_id)
             judge_mass_expiry(node, [duty.sweep for duty in ready])
         except NodeFault as fault:
             return [], Round(failed(node, [duty.sweep for duty in due], fault))
@@ -220,6 +220,8 @@ class Rounds:
         ]
         done = self._sweep(node, ready, seconds, run_id)
         done.results += looked
+        for result in done.results:
+            result.run_id = run_id
         return wakes, done
 
     def _follow(self, duty: _Duty, result: SweepResult) -> list[Wake]:

@@ -129,6 +129,8 @@ class SweepResult:
     queue: str
     verb: Verb
     node: str = ""
+    run_id: str = ""
+    """Which server process was asked; "" where it may have been any."""
     passes: int = 0
     """How many sweep commands were answered with success."""
     promoted: int = 0
@@ -678,10 +680,11 @@ def _refuse(
 # --- before a stall check -----------------------------------------------------------------------
 
 
-def survey(node: Node, sweeps: Sequence[Sweep]) -> list[SweepResult]:
+def survey(node: Node, sweeps: Sequence[Sweep], run_id: str | None = None) -> list[SweepResult]:
     """Read the sizes and the epochs of the leases without sweeping: what a grace waits for.
 
-    A denied peek leaves the epochs unknown. Raises NodeFault.
+    A denied peek leaves the epochs unknown. With `run_id`, only that server process is asked.
+    Raises NodeFault.
     """
     results = [SweepResult(s.queue, s.verb, node.name, skipped=True) for s in sweeps]
     each = 1 + len(wire.STATES)
@@ -691,7 +694,7 @@ def survey(node: Node, sweeps: Sequence[Sweep]) -> list[SweepResult]:
             wire.peek(result.queue, 0, wire.LEASES_COUNTED) + wire.cards(result.queue)
             for result in page
         ]
-        with node.link() as link:
+        with node.link(run_id) as link:
             deadline = time.monotonic() + node.timeout_seconds
             replies = link.exchange(commands, each * len(page), deadline)
         for number, result in enumerate(page):

@@ -265,6 +265,31 @@ def test_a_restart_in_the_middle_of_a_round_does_not_get_past_the_grace(
     assert desk.ledger.queues()[0].stalled_check.error == 0
 
 
+def test_what_an_earlier_process_said_is_not_taken_for_what_a_restart_left(
+    open_desk: Callable[..., Desk], stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stall check is answered, the server restarts, another round notices that, and only then is
+    told what was answered: that all leases were of that process, which then is no more."""
+    desk = open_desk()
+    desk.promote()
+    peeked = [array(bulk(RUN_ID), *map(integer, counts)) for counts in ((2, 0, 0), (0, 2, 0))]
+    stub.on("EVAL_RO", *peeked)
+    tell = desk.rounds._tell
+
+    def tell_late(verb: Verb, *told: Any) -> None:
+        if verb == "stalled_check" and stub.count("EVAL_RO") == 1:
+            restart(stub)
+            desk.promote()
+            assert desk.book.take()[-1] == "node restarted"
+        tell(verb, *told)
+
+    monkeypatch.setattr(desk.rounds, "_tell", tell_late)
+    desk.check()
+    assert desk.book.take() == []
+    desk.check()
+    assert desk.book.last("restart report: leases of an earlier server process")["leases"] == 2
+
+
 def test_a_hidden_run_id_is_no_restart(open_desk: Callable[..., Desk], stub: Stub) -> None:
     """An ACL that denies INFO for a while, at the start or later: nobody restarted; and a restart
     that happens behind its back is noticed as soon as the run_id can be read again."""

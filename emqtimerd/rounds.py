@@ -83,6 +83,8 @@ class Rounds:
         # before it or after it. Never around what asks a server.
         self._telling = threading.Lock()
         self._left = False
+        self._primaries = nodes.primaries()
+        """Of whom is told how they stand: of none any more once these nodes were left."""
         self._run_ids: dict[str, str | None] = {}
         self._unheard: dict[str, frozenset[Verb]] = {}
         self._changes = 0
@@ -120,6 +122,7 @@ class Rounds:
         """Send nothing more: other nodes take the place of these."""
         with self._telling:
             self._left = True
+            self._primaries = ()
 
     def run(self, verb: Verb, queues: Sequence[str]) -> list[Wake]:
         """Sweep these queues now, and say which of them want to be swept before their turn."""
@@ -272,10 +275,12 @@ class Rounds:
     def _nodes_changed(self, heirs: Mapping[str, str]) -> None:
         """Take over who the primaries are now; one that took over from another goes on as it."""
         self._changes += 1
-        names = [node.name for node in self.nodes.primaries()]
+        primaries = self.nodes.primaries()
+        names = [node.name for node in primaries]
         with self._telling:
             if self._left:
                 return
+            self._primaries = primaries
             known = self._run_ids
             self._run_ids = {name: known.get(heirs.get(name, name)) for name in names}
             self._ledger.set_nodes(names, heirs)
@@ -309,7 +314,7 @@ class Rounds:
         with self._telling:
             # Read here, as below: a connection that broke late, when the node had been reached or
             # dialled anew, is no news of it.
-            if not self._left and (fault := node.fault()):
+            if node in self._primaries and (fault := node.fault()):
                 failure = Failure(fault.code, str(fault), of_node=True)
                 fix = fix_of(self._node_settings, fault)
                 self._ledger.node_down(node.name, failure.message)
@@ -320,7 +325,7 @@ class Rounds:
             # Read here: of two threads, the one that tells last also knows the latest.
             identity = node.identity
             # An answer from before a fault is no news of the node, either.
-            if self._left or identity is None or node.fault():
+            if node not in self._primaries or identity is None or node.fault():
                 return []
             self._ledger.node_seen(node.name, identity)
             self._chronicle.node_up(node.name, identity)

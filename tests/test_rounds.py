@@ -856,6 +856,37 @@ def test_a_node_whose_last_queue_moved_away_while_it_was_down_is_up_again(
         assert up() == [True, True]
 
 
+@pytest.mark.parametrize(
+    "ending", [integer(0), cut(integer(7), 1)], ids=["it answers", "its connection breaks"]
+)
+def test_a_round_that_outlives_its_primary_says_nothing_of_it(
+    stub: Stub, clock: Clock, ending: Answer
+) -> None:
+    """It was down for those who dial, and another one has taken over: what becomes of the
+    connection that was in use all the time is no news."""
+    stub.on("EMQ.PROMOTE", late(ending, 1.5), word=b"{emails}")
+    with Stub() as other, ExitStack() as stack:
+        nodes = Pair(*(open_node(settings_of(each.url)) for each in (stub, other)))
+        for node in nodes.primaries():
+            stack.callback(node.close)
+        queues, book = ["orders", "emails"], Book()
+        rounds = Rounds(nodes, Ledger(), Chronicle(cast("Log", book)), lambda: False)
+        rounds.configure(Settings.model_validate({"node": {"url": stub.url}}), queues)
+        slow = threading.Thread(target=rounds.run, args=("promote", ["emails"]))
+        slow.start()
+        wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that ends late")
+        stub.on("EMQ.VERSION", error("LOADING"), to_newcomers=True)
+        rounds.run("promote", ["orders"])
+        assert book.take() == ["node down"]
+        nodes.owner = nodes.primaries()[1]
+        former, nodes._nodes = nodes.primaries()[0], (nodes.owner,)
+        nodes.on_change({nodes.owner.name: former.name})
+        rounds.run("promote", ["orders"])
+        assert book.take() == ["primaries changed", "node up"]
+        slow.join()
+        assert book.take() == []
+
+
 class Each(Pair):
     """A node for each queue, in their order."""
 

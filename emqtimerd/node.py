@@ -308,6 +308,9 @@ class Node:
         self._found = found
         self._brand_is_here = brand_is_here
         self._predecessor = predecessor
+        # Guards what is found out below, and is never held while a server is asked: what a thread
+        # has found must not be written over what another one has found since.
+        self._lock = threading.Lock()
         self._generation = 0
         self._lost: Lost | None = None
         self._idle: list[Link] = []
@@ -341,23 +344,21 @@ class Node:
         self._give_back(link)
 
     def _give_back(self, link: Link) -> None:
-        current = link.generation == self._generation and not self._closed
-        if link.is_usable() and current:
-            if self._last_fault and link.asked_at > self._failed_at:
-                # A further link could not be made for a while, but this one held. An answer to what
-                # was asked before may be older than the failure.
-                self._works()
-            self._idle.append(link)
-            if link.generation != self._generation:
-                # Dropped meanwhile, perhaps for good: whoever did it may not have seen this one.
-                self.drop_idle()
-            return
+        with self._lock:
+            current = link.generation == self._generation and not self._closed
+            if link.is_usable() and current:
+                if self._last_fault and link.asked_at > self._failed_at:
+                    # A further link could not be made for a while, but this one held. An answer to
+                    # what was asked before may be older than the failure.
+                    self._works()
+                self._idle.append(link)
+                return
+            if link.lost and current:
+                # The other links lead to the same server: each would cost its user a timeout.
+                self._lost = link.lost
+                self.failing_since = self.failing_since or link.asked_at
+                self._drop_idle()
         link.close()
-        if link.lost and current:
-            # The other links lead to the same server: each would cost its user a timeout.
-            self._lost = link.lost
-            self.failing_since = self.failing_since or link.asked_at
-            self.drop_idle()
 
     @property
     def run_id(self) -> str | None:
@@ -373,12 +374,15 @@ class Node:
         except NotTried:
             pass
         except NodeFault as fault:
-            self._untold = fault
+            with self._lock:
+                if self._last_fault is fault:
+                    self._untold = fault
 
     def untold(self) -> NodeFault | None:
         """Return, once, what `look` found wrong."""
-        fault, self._untold = self._untold, None
-        return fault
+        with self._lock:
+            fault, self._untold = self._untold, None
+            return fault
 
     def fault(self) -> BackingOff | None:
         """Say what is wrong with the node as far as is known, without trying it.
@@ -401,21 +405,26 @@ class Node:
     def drop_idle(self) -> None:
         """Close the idle links, and those on loan when they come back: the server behind them is
         not the one to talk to."""
+        with self._lock:
+            self._drop_idle()
+
+    def close(self) -> None:
+        """Close what is idle; links on loan are closed when they come back."""
+        with self._lock:
+            self._closed = True
+            self._drop_idle()
+
+    def _drop_idle(self) -> None:
         self._generation += 1
         while self._idle:
             self._idle.pop().close()
 
-    def close(self) -> None:
-        """Close what is idle; links on loan are closed when they come back."""
-        self._closed = True
-        self.drop_idle()
-
     def _take_idle(self) -> Link | None:
         while True:
-            try:
+            with self._lock:
+                if not self._idle:
+                    return None
                 link = self._idle.pop()
-            except IndexError:
-                return None
             if link.is_usable():
                 return link
             link.close()
@@ -427,34 +436,39 @@ class Node:
             if link := self._take_idle():
                 return link
             generation = self._generation
-            wait = self._retry_at - time.monotonic()
-            if self._last_fault and wait > 0:
+            last = self._last_fault
+            if last and time.monotonic() < self._retry_at:
                 if untold := self.untold():
                     raise untold
-                raise BackingOff(self._last_fault) from self._last_fault
+                raise BackingOff(last) from last
             begun = time.monotonic()
             try:
                 link, identity = self._open()
             except NodeFault as fault:
-                self._failures += 1
-                self._failed_at = time.monotonic()
-                # From the first question that was not answered, not from when waiting for it ended:
-                # two timeouts may be longer than the grace that an outage is measured for.
-                self.failing_since = self.failing_since or begun
-                # The cap is reached long before the exponent is: a node may be dead for days.
-                doubled = BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures - 1, 32)
-                pause = min(doubled, BACKOFF_CAP_SECONDS)
-                # Full jitter in the upper half: replicas that lost one node do not come back
-                # in step, and none comes back at once.
-                self._retry_at = self._failed_at + pause * random.uniform(0.5, 1)
-                self._last_fault = fault
+                with self._lock:
+                    self._note_failure(fault, begun)
                 raise
-            self._note_return(identity)
-            self.identity = identity
-            link.generation = generation
-            self._works()
-            self.peek_allowed = True
+            with self._lock:
+                self._note_return(identity)
+                self.identity = identity
+                link.generation = generation
+                self._works()
+                self.peek_allowed = True
             return link
+
+    def _note_failure(self, fault: NodeFault, begun: float) -> None:
+        self._failures += 1
+        self._failed_at = time.monotonic()
+        # From the first question that was not answered, not from when waiting for it ended: two
+        # timeouts may be longer than the grace that an outage is measured for.
+        self.failing_since = self.failing_since or begun
+        # The cap is reached long before the exponent is: a node may be dead for days.
+        doubled = BACKOFF_FIRST_SECONDS * 2.0 ** min(self._failures - 1, 32)
+        pause = min(doubled, BACKOFF_CAP_SECONDS)
+        # Full jitter in the upper half: replicas that lost one node do not come back in step, and
+        # none comes back at once.
+        self._retry_at = self._failed_at + pause * random.uniform(0.5, 1)
+        self._last_fault = fault
 
     def _works(self) -> None:
         self._untold = None

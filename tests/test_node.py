@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import random
 import shutil
 import socket
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from conftest import NameServers, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from stub import (
+    HANG_UP,
     NIL,
     RUN_ID,
     SILENCE,
@@ -69,6 +71,53 @@ def ask(link: Link, command: bytes, seconds: float = 5) -> wire.Reply:
 def handshake(node: Node) -> None:
     with node.link():
         pass
+
+
+@contextlib.contextmanager
+def at_each_line(function: str, meanwhile: Callable[[], object]) -> Iterator[None]:
+    """Do something before each line of a function of the node's module."""
+
+    def trace(frame: FrameType, event: str, _arg: object) -> Any:
+        code = frame.f_code
+        if code.co_filename != nodes.__file__ or code.co_name != function:
+            return None
+        if event == "line":
+            meanwhile()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
+def frozen(
+    function: str, line: int, meanwhile: Callable[[], object]
+) -> Iterator[Callable[[], bool]]:
+    """Let this thread stand still before the n-th line of a function until another thread has done
+    something, or waits for this one; return whether the function has so many lines."""
+    lines = itertools.count(1)
+    others: list[threading.Thread] = []
+
+    def stand_still() -> None:
+        if next(lines) == line:
+            others.append(threading.Thread(target=meanwhile))
+            others[0].start()
+            # It is there at once, unless it waits for a lock that this thread holds.
+            others[0].join(0.1)
+
+    with at_each_line(function, stand_still):
+        yield lambda: bool(others)
+    for other in others:
+        other.join()
+
+
+def all_lines(reaches: Callable[[int], bool]) -> int:
+    """Try each line of a function, until there is none; return how many there were."""
+    return next(line - 1 for line in itertools.count(1) if not reaches(line))
 
 
 # --- the fence ----------------------------------------------------------------------------------
@@ -840,13 +889,15 @@ def test_a_link_that_comes_back_while_its_node_is_left_is_closed(
 
     class Late(list[Link]):
         def append(self, link: Link) -> None:
-            leave(node)
+            leaving.start()
             super().append(link)
 
     node = open_to(stub.url)
+    leaving = threading.Thread(target=leave, args=(node,))
     node._idle = Late()
     with node.link() as link:
         pass
+    leaving.join()
     assert node._idle == []
     assert not link.is_usable()
 
@@ -976,7 +1027,7 @@ def test_any_bytes_in_any_pieces_are_replies_or_a_loss(
     """Case "Errors that are not RedisError": no other exception, and the pieces do not matter, but
     that a reply too many is seen only if it comes with the last one."""
     at = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
-    pieces = [data[a:b] for a, b in pairwise(at) if b > a]
+    pieces = [data[a:b] for a, b in itertools.pairwise(at) if b > a]
     whole, split = heard([data] if data else [], count, ends), heard(pieces, count, ends)
     assert whole in (split, ("shape", "[]"))
 
@@ -1130,6 +1181,98 @@ def test_what_a_look_finds_wrong_is_told_to_the_next_who_wants_to_work(clock: Fa
     assert server.dials == 2
 
 
+def test_a_connection_that_breaks_while_the_node_is_dialled_anew_is_no_news(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """Wherever the thread that gives it back stands still meanwhile."""
+    stub.on("PING", HANG_UP)
+
+    def breaks(line: int) -> bool:
+        node = open_to(stub.url)
+
+        def dial_anew() -> None:
+            node.drop_idle()
+            handshake(node)
+
+        give_back = frozen("_give_back", line, dial_anew)
+        with give_back as reached, pytest.raises(Lost), node.link() as link:
+            ask(link, PING)
+        if reached():
+            assert (node.fault(), node.failing_since, len(node._idle)) == (None, None, 1), line
+        return reached()
+
+    assert all_lines(breaks) > 3
+
+
+def test_a_pause_that_ends_while_another_thread_looks_at_it_is_no_error(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """A connection could not be made, and the one that held comes back."""
+
+    def dials(line: int) -> bool:
+        stub.heal()
+        node = open_to(stub.url)
+        loan = node.link()
+        link = loan.__enter__()
+        stub.stop_listening()
+        with pytest.raises(Unreachable):
+            handshake(node)
+        ask(link, PING)
+        with (
+            contextlib.suppress(Unreachable),
+            frozen("_connect", line, lambda: loan.__exit__(None, None, None)) as reached,
+        ):
+            handshake(node)
+        if reached():
+            assert node.fault() is None, line
+        return reached()
+
+    assert all_lines(dials) > 3
+
+
+def test_links_that_are_dropped_while_another_thread_takes_one_are_no_error(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """The last one may be gone by the time that it is to be closed."""
+
+    def drops(function: str, line: int) -> bool:
+        node = open_to(stub.url)
+        handshake(node)
+        loan = node.link()
+        with frozen(function, line, loan.__enter__) as reached:
+            node.drop_idle()
+        if reached():
+            loan.__exit__(None, None, None)
+        return reached()
+
+    assert all_lines(partial(drops, "drop_idle")) > 1
+    assert all_lines(partial(drops, "_drop_idle")) > 1
+
+
+def test_what_a_look_found_is_no_news_of_a_node_that_is_reached_meanwhile(
+    stub: Stub, open_to: Callable[..., Node], clock: FakeTime
+) -> None:
+    """Wherever the thread that looks stands still: else it would be told with the next fault."""
+
+    def looks(line: int) -> bool:
+        stub.on("EMQ.VERSION", error("LOADING"), _GOOD["EMQ.VERSION"])
+        node = open_to(stub.url)
+
+        def work() -> None:
+            clock.now += nodes.BACKOFF_CAP_SECONDS
+            with contextlib.suppress(NotReady):
+                handshake(node)
+
+        with frozen("look", line, work) as reached:
+            node.look()
+        clock.now += nodes.BACKOFF_CAP_SECONDS
+        handshake(node)
+        assert node._untold is None, line
+        return reached()
+
+    assert all_lines(looks) > 3
+
+
 def test_what_a_look_found_is_no_news_of_a_node_that_works(
     stub: Stub, open_to: Callable[..., Node], clock: FakeTime
 ) -> None:
@@ -1225,29 +1368,16 @@ def test_the_grace_follows_from_all_returns(
             assert server.node.grace_ends(grace) == max(ends)
 
 
-def test_a_further_connection_interrupts_no_grace(
-    stub: Stub, open_to: Callable[..., Node]
-) -> None:
+def test_a_further_connection_interrupts_no_grace(stub: Stub, open_to: Callable[..., Node]) -> None:
     """Wherever the thread that makes it stands still: a stall check of another one that asks for
     the grace in that moment would recover leases whose workers are just coming back."""
     stub.on("INFO", bulk(b"run_id:%b\r\nuptime_in_seconds:0\r\n" % RUN_ID))
     node = open_to(stub.url)
     seen: set[float] = set()
-
-    def look(frame: FrameType, _event: str, _arg: object) -> Any:
-        if frame.f_code.co_filename != nodes.__file__:
-            return None
-        seen.add(node.grace_ends(10))
-        return look
-
     with node.link():
         begun = node.grace_ends(10)
-        before = sys.gettrace()
-        sys.settrace(look)
-        try:
+        with at_each_line("_note_return", lambda: seen.add(node.grace_ends(10))):
             handshake(node)
-        finally:
-            sys.settrace(before)
     assert stub.connections == 2
     assert seen == {begun}
 

@@ -393,6 +393,11 @@ class Node:
         fault = self._last_fault or self._lost
         return BackingOff(fault) if fault and not self._idle else None
 
+    def pause(self) -> BackingOff | None:
+        """Say why the node is not to be dialled just now, if so."""
+        fault = self._last_fault
+        return BackingOff(fault) if fault and time.monotonic() < self._retry_at else None
+
     def grace_ends(self, grace_seconds: float) -> float:
         """Say until when leases are to be left alone, by the monotonic clock (seconds).
 
@@ -436,14 +441,13 @@ class Node:
             if link := self._take_idle():
                 return link
             generation = self._generation
-            last = self._last_fault
-            if last and time.monotonic() < self._retry_at:
+            if pause := self.pause():
                 if untold := self.untold():
                     raise untold
-                raise BackingOff(last) from last
+                raise pause from pause.last
             begun = time.monotonic()
             try:
-                link, identity = self._open()
+                link, identity = self.open(brand=self._brand_is_here(self))
             except NodeFault as fault:
                 with self._lock:
                     self._note_failure(fault, begun)
@@ -495,12 +499,15 @@ class Node:
         # At once: another thread may be about to check for expired leases, and asks for the grace.
         self._returns = kept
 
-    def _open(self) -> tuple[Link, Identity]:
-        brand_is_here = self._brand_is_here(self)
+    def open(self, *, brand: bool) -> tuple[Link, Identity]:
+        """Connect and pass the fence, apart from the links that are lent.
+
+        Raises Unreachable, FenceRefused or NotReady.
+        """
         link = self.dial()
         try:
             identity = read_identity(
-                self.name, link, self.timeout_seconds, primary=self._found, brand=brand_is_here
+                self.name, link, self.timeout_seconds, primary=self._found, brand=brand
             )
             link.run_id = identity.run_id
             return link, identity

@@ -578,11 +578,14 @@ class ClusterNodes(Nodes):
         if owner is self._node:
             what = f"no primary serves slot {BRAND_SLOT}, where the brand is"
             raise NotReady(self.name, "CLUSTERDOWN", what)
-        # Its links may be older than the map; a new one passes the fence, brand included.
-        owner.drop_idle()
         try:
-            with owner.link():
-                known.branded = self._branded = True
+            if pause := owner.pause():
+                raise pause
+            # On a connection apart: its links may be older than the map, and a thread that makes
+            # one may be waiting for us, who have the brand by a newer map.
+            link, _ = owner.open(brand=True)
+            link.close()
+            known.branded = self._branded = True
         except NodeFault as fault:
             first = first_fault(fault)
             if not isinstance(first, FenceRefused):

@@ -1323,9 +1323,10 @@ class FlakyServer:
         self.node, self.clock = node, clock
         self.run_id = "a"
         self.up = False
-        monkeypatch.setattr(node, "_open", self._open)
+        monkeypatch.setattr(node, "open", self._open)
 
-    def _open(self) -> tuple[Any, Identity]:
+    def _open(self, *, brand: bool) -> tuple[Any, Identity]:
+        del brand
         if not self.up:
             raise Unreachable("here", "connection", "nobody there")
         link = SimpleNamespace(run_id=self.run_id, lost=None, is_usable=lambda: False)

@@ -40,7 +40,7 @@ from emqtimerd.log import open_log
 from emqtimerd.node import FenceRefused, NodeFault, NotReady, Unreachable
 from emqtimerd.once import document, sweep_once
 from emqtimerd.rounds import Rounds
-from emqtimerd.topology import Nodes, open_nodes, read_slots
+from emqtimerd.topology import ClusterNodes, Nodes, open_nodes, read_slots
 
 # Real servers in dozens, and what they do takes seconds by design.
 slow = pytest.mark.slow
@@ -708,6 +708,51 @@ def test_primaries_that_are_found_while_all_are_closed_are_closed_too(stub: Stub
         with node.link() as link:
             pass
         assert not link.is_usable()
+
+
+def test_a_brand_that_moves_while_it_is_read_holds_nobody(stub: Stub) -> None:
+    """A primary that is dialled asks the one that has the brand, which by a newer map has it no
+    more and would ask the first one: each would wait for the other for ever."""
+    with Stub() as other:
+        servers = [
+            array(bulk(b"127.0.0.1"), integer(each.port), bulk(b"%d" % each.port))
+            for each in (stub, other)
+        ]
+        last = wire.slot_of_tag(b"emq")
+
+        def split(first: Answer, second: Answer) -> Answer:
+            lower = array(integer(0), integer(last), first)
+            return array(lower, array(integer(last + 1), integer(16383), second))
+
+        stub.on("CLUSTER", split(*servers))
+        other.on("CLUSTER", split(*reversed(servers)))
+        nodes = ClusterNodes(settings_of(f"redis+cluster://{name_of(stub)}").node)
+        nodes.refresh()
+        before = nodes._map
+        nodes.refresh(f"MOVED 5 {name_of(other)}")
+        after, nodes._map = nodes._map, before
+        assert before
+        assert after
+        assert before.owners[last] is not after.owners[last]
+        before.branded = after.branded = False
+        read = nodes._read_brand
+
+        def read_late(known: Any) -> None:
+            nodes._map = after
+            read(known)
+
+        nodes._read_brand = read_late  # type: ignore[method-assign]
+        asking = after.owners[last]
+        asking.drop_idle()
+        thread = threading.Thread(target=can_link, args=(asking,), daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+        nodes.close()
+
+
+def name_of(server: Stub) -> str:
+    return f"127.0.0.1:{server.port}"
 
 
 def slots_of(host: bytes, port: int) -> Answer:

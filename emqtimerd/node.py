@@ -366,16 +366,17 @@ class Node:
         return self.identity.run_id if self.identity else self._predecessor
 
     def look(self) -> None:
-        """See to it that there is a connection. What is wrong is told to who wants to work next:
-        by the pause alone he would take it for old."""
+        """See to it that there is a connection, and that one from before a fault is tried. What is
+        wrong is told to who wants to work next: by the pause alone he would take it for old."""
         try:
-            with self.link():
-                pass
+            with self.link() as link:
+                if not self.is_well():
+                    link.exchange(wire.TIME, 1, time.monotonic() + self.timeout_seconds)
         except NotTried:
             pass
         except NodeFault as fault:
             with self._lock:
-                if self._last_fault is fault:
+                if fault in (self._last_fault, self._lost):
                     self._untold = fault
 
     def untold(self) -> NodeFault | None:
@@ -392,6 +393,11 @@ class Node:
         """
         fault = self._last_fault or self._lost
         return BackingOff(fault) if fault and not self._idle else None
+
+    def is_well(self) -> bool:
+        """Tell whether nothing was found wrong since the node last answered. If not, and `fault`
+        says nothing either, there is a link from before that: nobody knows."""
+        return not (self._last_fault or self._lost)
 
     def pause(self) -> BackingOff | None:
         """Say why the node is not to be dialled just now, if so."""

@@ -325,7 +325,7 @@ class Rounds:
             # Read here: of two threads, the one that tells last also knows the latest.
             identity = node.identity
             # An answer from before a fault is no news of the node, either.
-            if node not in self._primaries or identity is None or node.fault():
+            if node not in self._primaries or identity is None or not node.is_well():
                 return []
             self._ledger.node_seen(node.name, identity)
             self._chronicle.node_up(node.name, identity)

@@ -941,8 +941,25 @@ def test_a_link_that_is_idle_is_to_be_tried_whatever_is_known(
     assert node.fault() is None
     with node.link():
         assert node.fault(), "it has not been answered since"
-    node.drop_idle()
+    assert not node.is_well()
+    node.look()
+    assert node.is_well()
+    assert stub.connections == 1
+
+
+def test_a_look_that_tries_a_link_tells_what_it_found(
+    stub: Stub, open_to: Callable[..., Node]
+) -> None:
+    """The one that is idle is from before a fault, and breaks."""
+    node = open_to(stub.url)
+    with node.link():
+        stub.on("EMQ.VERSION", error("LOADING"))
+        with pytest.raises(NotReady), node.link():
+            pass
+    stub.on("TIME", HANG_UP)
+    node.look()
     assert node.fault()
+    assert isinstance(node.untold(), Lost)
 
 
 def test_error_replies_are_values_in_their_place(stub: Stub, open_to: Callable[..., Node]) -> None:

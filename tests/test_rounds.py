@@ -636,6 +636,26 @@ def test_an_answer_from_before_a_fault_is_no_news_of_the_node(
     assert desk.ledger.queues(["emails"])[0].promote.ok == 1
 
 
+def test_a_connection_from_before_a_fault_is_news_once_it_is_asked_again(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """No other could be made while it was waited for; then its answer may be older than that. If
+    the server hangs by now, it would be up for a moment between two node down."""
+    stub.on("EMQ.PROMOTE", late(integer(0), 1.5), word=b"{emails}")
+    desk = open_desk("orders", "emails", node={"timeout": "5s"})
+    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
+    slow.start()
+    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that is answered late")
+    stub.on("EMQ.VERSION", error("LOADING"), to_newcomers=True)
+    desk.rounds.run("promote", ["orders"])
+    assert desk.book.take() == ["node down"]
+    slow.join()
+    assert desk.book.take() == []
+    desk.rounds.run("promote", ["orders"])
+    assert desk.book.take() == ["node up"]
+    assert stub.count("EMQ.VERSION") == 2
+
+
 def test_a_round_whose_reply_is_lost_is_unknown_and_goes_on(
     open_desk: Callable[..., Desk], stub: Stub
 ) -> None:

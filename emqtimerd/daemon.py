@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from types import FrameType
 from typing import Self, TypeVar
 
@@ -133,9 +133,14 @@ class _Work:
     rounds: Rounds
     discovery: Discovery
     timer: Timer
-    found: frozenset[str] | None = None
-    """What a search has just found, until the main thread takes it over: that one also reloads, so
-    there is one of the two at a time."""
+    found: SimpleQueue[frozenset[str]] = field(default_factory=SimpleQueue)
+    """What each search found, until the main thread takes it over: that one also reloads, so there
+    is one of the two at a time."""
+
+    def search(self) -> None:
+        """Look for queues, a step further."""
+        if (found := self.discovery.step()) is not None:
+            self.found.put(found)
 
     def leave(self) -> None:
         """Begin nothing more, and tell nothing more but what moved; what runs ends by itself."""
@@ -353,34 +358,28 @@ class Daemon:
         self._ledger.expect(fastest)
         work.timer.set_cadences(cadences)
         step = STEP_SECONDS if settings.discovery.enabled else None
-        work.timer.set_side_job("discover", partial(self._discover, work), step)
+        work.timer.set_side_job("discover", work.search, step)
         # A single server is looked after by its sweeps, where it has any.
         tended = work.nodes.watched or not self._queues
         work.timer.set_side_job("tend", work.rounds.tend, TEND_SECONDS if tended else None)
 
     def _take_found(self) -> None:
         """Have the queues swept that a search found, as far as a reload has left them wanted."""
-        found, self._work.found = self._work.found, None
-        if found is not None:
-            self._found = frozenset(filter(self._settings.discovers, found))
-            self._apply(self._settings)
+        while not self._work.found.empty():
+            found = frozenset(filter(self._settings.discovers, self._work.found.get()))
+            if found != self._found:
+                self._found = found
+                self._apply(self._settings)
+            before, self._dropped = self._dropped, self._work.discovery.dropped
+            if self._dropped and self._dropped != before:
+                self._log.warning("queues beyond discovery.max_queues", not_swept=self._dropped)
+            elif before and not self._dropped:
+                self._log.info("no queue is beyond discovery.max_queues any more")
 
     # --- what the timer calls -------------------------------------------------------------------
 
     def _round_failed(self, error: BaseException) -> None:
         self._log.error("a round failed, the next one goes on", exc_info=error)
-
-    def _discover(self, work: _Work) -> None:
-        found = work.discovery.step()
-        if found is None or work is not self._work:
-            return
-        if found != self._found:
-            work.found = found
-        before, self._dropped = self._dropped, work.discovery.dropped
-        if self._dropped and self._dropped != before:
-            self._log.warning("queues beyond discovery.max_queues", not_swept=self._dropped)
-        elif before and not self._dropped:
-            self._log.info("no queue is beyond discovery.max_queues any more")
 
     # --- signs of life --------------------------------------------------------------------------
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ from stub import (
 
 from chaos.stage import Clock
 from emqtimerd import wire
-from emqtimerd.daemon import Signals
+from emqtimerd.daemon import Daemon, Signals
 from emqtimerd.devnode import DevNode
 from emqtimerd.jobs import Jobs
 
@@ -703,10 +705,41 @@ def test_what_a_search_found_meets_a_reload_that_excludes_it(open_daemon: Open, 
     daemon.wait_value("emqtimerd_queues", 2)
     inside = daemon.daemon
     daemon.reload(discovery={**discovery, "exclude": ["ord*"]})
-    inside._work.found = frozenset({"orders", "emails"})
+    inside._work.found.put(frozenset({"orders", "emails"}))
     daemon.wait_value("emqtimerd_queues", 2)
     assert daemon.value(sweeps("orders")) is None
     assert daemon.value(sweeps("emails")) is not None
+
+
+def test_what_a_search_finds_while_the_last_find_is_taken_over_is_kept(stub: Stub) -> None:
+    """At whichever instruction it ends: the next search may be a day away."""
+    inside = DaemonThread(node={"url": stub.url}, discovery={"enabled": True}).daemon
+    work, take = inside._work, Daemon._take_found.__code__
+    for instruction in itertools.count(1):
+        inside._found = frozenset()
+        reached = itertools.count(1)
+
+        def trace(frame: FrameType, event: str, _arg: object) -> Any:
+            if frame.f_code is not take:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(reached) == instruction:  # noqa: B023
+                work.search()
+            return trace
+
+        work.discovery.step = lambda: frozenset({"orders"})  # type: ignore[method-assign]
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            inside._take_found()
+        finally:
+            sys.settrace(before)
+        inside._take_found()
+        if next(reached) <= instruction:
+            break
+        assert inside._found == {"orders"}, instruction
+    assert instruction > 5
+    work.nodes.close()
 
 
 def test_a_file_that_hangs_keeps_nobody_waiting(
@@ -963,7 +996,7 @@ def test_a_black_hole(launch: Launch, start_node: Any, socket_path: Path) -> Non
         # A machine that stands still delays one or two; the server would delay all of them.
         assert sorted(answers)[len(answers) * 3 // 4] < 0.5
         pings = [when for when in manager.told("WATCHDOG=1") if when > hole - 1]
-        gaps = [b - a for a, b in pairwise(pings)]
+        gaps = [b - a for a, b in itertools.pairwise(pings)]
         assert sorted(gaps)[len(gaps) * 3 // 4] < 0.7
         assert max(gaps) < 1.5
         assert len(daemon.told("node down")) <= 3
@@ -1253,7 +1286,7 @@ def test_signs_of_life_come_in_half_the_time(
     stub.on("EMQ.VERSION", SILENCE)
     manager.wait_told("WATCHDOG=1", 20)
     pings = manager.told("WATCHDOG=1")
-    gaps = sorted(b - a for a, b in pairwise(pings))
+    gaps = sorted(b - a for a, b in itertools.pairwise(pings))
     assert gaps[len(gaps) // 2] < 0.25
     # Less than the limit: all but two, for which the machine may have stood still.
     assert gaps[-3] < 0.5
@@ -1278,7 +1311,7 @@ def test_signs_of_life_go_on_through_a_long_stop(
     assert stopped - stopping > 2
     # Four a second, and a second for which the machine may have stood still.
     assert len(pings) >= 5
-    assert max(b - a for a, b in pairwise([stopping, *pings, stopped])) < 1.5
+    assert max(b - a for a, b in itertools.pairwise([stopping, *pings, stopped])) < 1.5
 
 
 @pytest.mark.parametrize("part", ["timer", "_http", "nodes"])

@@ -474,13 +474,12 @@ class Ledger:
 
     def overview(self) -> Overview:
         """Everything but the queues themselves."""
-        health = self.health()
         with self._lock:
             return Overview(
                 now=self._monotonic(),
                 wall=self._wall(),
                 started=self._started,
-                health=health,
+                health=self._health(),
                 nodes=tuple(node.copy() for node in self._nodes.values()),
                 queues=len(self._queues),
                 rounds={verb: histogram.read() for verb, histogram in self._rounds.items()},
@@ -511,19 +510,22 @@ class Ledger:
 
     def health(self) -> Health:
         """Whether the process turns, and whether it does its work."""
-        now = self._monotonic()
         with self._lock:
-            stale = now - self._last_beat
-            alive = stale <= HEARTBEAT_PATIENCE_SECONDS
-            reasons = [] if alive else [f"the scheduler has not run for {stale:.0f} s"]
-            if self._stopping:
-                reasons.append("shutting down")
-            if not self._nodes:
-                reasons.append("no node is known yet")
-            reasons += [_down(node, now) for node in self._nodes.values() if not node.up]
-            if not reasons and self._queues:
-                for verb, interval in self._intervals.items():
-                    reasons += self._late(verb, interval, now)
+            return self._health()
+
+    def _health(self) -> Health:
+        now = self._monotonic()
+        stale = now - self._last_beat
+        alive = stale <= HEARTBEAT_PATIENCE_SECONDS
+        reasons = [] if alive else [f"the scheduler has not run for {stale:.0f} s"]
+        if self._stopping:
+            reasons.append("shutting down")
+        if not self._nodes:
+            reasons.append("no node is known yet")
+        reasons += [_down(node, now) for node in self._nodes.values() if not node.up]
+        if not reasons and self._queues:
+            for verb, interval in self._intervals.items():
+                reasons += self._late(verb, interval, now)
         return Health(alive, not reasons, tuple(reasons))
 
     def _late(self, verb: Verb, interval: float, now: float) -> list[str]:

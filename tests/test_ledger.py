@@ -682,3 +682,29 @@ def test_quiet_results_cost_next_to_nothing(ledger: Ledger) -> None:
     each = cost(lambda: ledger.record("promote", results, 0.1)) / len(results)
     # A step took 25 ns where a result took 600.
     assert each < 80 * step
+
+
+def test_an_overview_is_of_one_instant(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node goes down whenever the reading lets others in: never is it up and the daemon not ready
+    for it, in one and the same answer."""
+    ledger.node_seen(NODE, identity())
+    ledger.set_queues([])
+
+    class Door:
+        """A lock at which somebody waits with bad news."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            monkeypatch.undo()
+            ledger.node_down(NODE, "gone")
+
+    monkeypatch.setattr(ledger, "_lock", Door())
+    read = ledger.overview()
+    assert [node.up for node in read.nodes] == [read.health.ready] == [True]
+    assert not ledger.overview().health.ready

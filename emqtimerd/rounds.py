@@ -212,8 +212,10 @@ class Rounds:
         except NodeFault as fault:
             return [], Round(failed(node, [duty.sweep for duty in due], fault))
         with self._telling:
-            for duty in ready if not self._left else ():
-                if duty.sweep.mass_expiry:
+            ours = {} if self._left else self._duties["stalled_check"]
+            for duty in ready:
+                # Not where its settings were changed while it was asked for.
+                if duty.sweep.mass_expiry and ours.get(duty.sweep.queue) is duty:
                     self._ledger.guard(duty.sweep.queue, duty.sweep.lenient)
         wakes = [
             # Not all of them at once: the server has its workers back just now.

@@ -990,6 +990,23 @@ def test_a_guard_that_went_with_the_old_nodes_leaves_no_gauge(
     assert desk.ledger.queues()[0].guarded is None
 
 
+def test_a_guard_that_is_switched_off_while_it_looks_leaves_no_gauge(
+    open_desk: Callable[..., Desk], stub: Stub
+) -> None:
+    """A reload comes between the question and the answer: nobody would come to take it away."""
+    desk = open_desk(**GUARD)
+
+    def switch_off(_: Answer) -> Answer:
+        desk.configure()
+        return integer(20)
+
+    stub.on("ZCARD", integer(20))
+    stub.on("ZCOUNT", switch_off)
+    desk.check()
+    assert stub.count("ZCOUNT") == 1
+    assert desk.ledger.queues()[0].guarded is None
+
+
 # --- wakes --------------------------------------------------------------------------------------
 
 

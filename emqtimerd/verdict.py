@@ -3,6 +3,7 @@
 import re
 import ssl
 
+from emqtimerd import wire
 from emqtimerd.config import ConfigError, NodeSettings
 from emqtimerd.dialling import NoAnswer, UnusableTls
 from emqtimerd.node import FenceRefused, NodeFault, Unreachable, first_fault
@@ -28,6 +29,16 @@ FIXES = {
 }
 """What to do about a reply, by its code."""
 
+LOAD_FIX = "load the native job core there (loadmodule); emqtimerd devnode starts a node with it"
+
+BRAND_FIX = (
+    "if this is to be an EMQ node, its operator sets it: SET {emq}:version " + wire.BRAND.decode()
+)
+
+OTHER_BRAND_FIX = (
+    "another executor owns this node: emqtimerd works on native nodes only, so name one in node.url"
+)
+
 LOGIN_FIX = (
     "set node.username and node.password_file (or name them in node.url) to a user that ACL LIST "
     "shows as on; check --acl prints a rule that makes one"
@@ -40,13 +51,19 @@ def exit_code(fault: NodeFault) -> int:
         return EXIT_UNREACHABLE
     if isinstance(fault, FenceRefused):
         return EXIT_FENCE
-    return EXIT_CONFIGURATION if names_no_database(fault) else EXIT_FAILED
+    wrong_url = names_no_database(fault) or names_no_cluster(fault)
+    return EXIT_CONFIGURATION if wrong_url else EXIT_FAILED
 
 
 def names_no_database(fault: NodeFault) -> bool:
     """Whether the server was reached and has no database of the number in node.url."""
     # What servers say to SELECT: beyond their last one, and in cluster mode to any but 0.
     return "DB index" in fault.message or "SELECT is not allowed" in fault.message
+
+
+def names_no_cluster(fault: NodeFault) -> bool:
+    """Whether node.url says +cluster of a server that was reached and is a single one."""
+    return "not in cluster mode" in fault.message
 
 
 def fix(settings: NodeSettings, fault: NodeFault) -> str:
@@ -72,12 +89,23 @@ def fix(settings: NodeSettings, fault: NodeFault) -> str:
     return by_kind(settings, fault)
 
 
+def _fence_fix(fault: FenceRefused) -> str:
+    if "brand is" in fault.message:
+        return OTHER_BRAND_FIX
+    return BRAND_FIX if "has no brand" in fault.message else LOAD_FIX
+
+
 def _reply_fix(settings: NodeSettings, fault: NodeFault) -> str:
+    if isinstance(fault, FenceRefused):
+        return _fence_fix(fault)
     if names_no_database(fault):
         return (
             f"this server has no database {settings.url.db}: correct the number at the end of "
             "node.url (a cluster has only 0), or raise `databases` in the server's configuration"
         )
+    if names_no_cluster(fault):
+        scheme = settings.url.scheme.replace("+cluster", "")
+        return f'write "{scheme}://…" in node.url, or the address of a cluster'
     if denies_select(fault):
         user = settings.username or settings.url.username or "default"
         return f"as its operator: ACL SETUSER {user} +select"

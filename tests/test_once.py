@@ -439,6 +439,15 @@ def test_a_database_that_is_not_there_is_a_wrong_configuration(node: DevNode) ->
     assert "emqtimerd: fix: this server has no database 99" in run.err
 
 
+def test_a_single_server_that_is_no_cluster_is_a_wrong_configuration(node: DevNode) -> None:
+    """Here too node.url is what is wrong, and no sweep was tried: exit 2, and what to correct."""
+    url = node.url.replace("redis://", "redis+cluster://").removesuffix("/0")
+    run = once("--url", url, "--queue", "orders")
+    assert (run.code, run.out) == (2, "")
+    assert "not in cluster mode" in run.err
+    assert '\nemqtimerd: fix: write "redis://…" in node.url' in run.err
+
+
 def test_a_file_that_the_environment_names_is_told_so(stub: Stub) -> None:
     """Who cannot find the mistake on the command line learns where else it may be."""
     run = once("--url", stub.url, "--queue", "a", EMQTIMERD_CONFIG="nowhere.toml")
@@ -546,23 +555,26 @@ def test_tls_to_a_port_that_has_none_says_what_to_try(node: DevNode) -> None:
     assert 'if this port does not speak TLS, write "redis://"' in run.err
 
 
-FENCES: dict[str, tuple[str, Answer, str]] = {
-    "no job core": ("EMQ.VERSION", error("ERR unknown command 'EMQ.VERSION'"), "not loaded"),
-    "a token missing": ("EMQ.VERSION", bulk(b"promote"), "lacks the capability stalled.check"),
-    "no brand": ("GET", Answer(b"$-1\r\n"), "has no brand at {emq}:version"),
-    "the other executor": ("GET", bulk(b"echomq:4.0.0"), "brand is echomq:4.0.0"),
+NO_CORE = error("ERR unknown command 'EMQ.VERSION'")
+FENCES: dict[str, tuple[str, Answer, str, str]] = {
+    "no job core": ("EMQ.VERSION", NO_CORE, "not loaded", "load the native job core"),
+    "a token missing": ("EMQ.VERSION", bulk(b"promote"), "stalled.check", "load the native"),
+    "no brand": ("GET", Answer(b"$-1\r\n"), "has no brand at {emq}", "if this is to be"),
+    "the other executor": ("GET", bulk(b"echomq:4.0.0"), "is echomq:4.0.0", "another executor"),
 }
 
 
-@pytest.mark.parametrize(("verb", "answer", "words"), FENCES.values(), ids=FENCES)
+@pytest.mark.parametrize(("verb", "answer", "words", "fix"), FENCES.values(), ids=FENCES)
 def test_a_server_that_is_no_emq_node_is_exit_4(
-    stub: Stub, verb: str, answer: Answer, words: str
+    stub: Stub, verb: str, answer: Answer, words: str, fix: str
 ) -> None:
-    """Which token or brand is missing is said, and nothing was sent but the handshake."""
+    """Which token or brand is missing is said, with what to do, and nothing was sent but the
+    handshake."""
     stub.on(verb, answer)
     run = once("--url", stub.url, "--queue", "orders")
     assert (run.code, run.out) == (4, "")
     assert words in run.err
+    assert f"\nemqtimerd: fix: {fix}" in run.err
     assert {a.verb for a in stub.arrivals} == {"CLIENT", "EMQ.VERSION", "GET", "INFO"}
 
 

@@ -578,6 +578,7 @@ def test_a_single_server_is_no_cluster(node: Any) -> None:
     report = sweep_once(settings_of(url, ["orders"]), ["orders"], verbs=("promote",))
     assert isinstance(report.fault, NotReady)
     assert "not in cluster mode" in str(report.fault)
+    assert report.exit_code == 2
 
 
 def test_a_cluster_that_nobody_answers_for_is_unreachable(stub: Stub) -> None:

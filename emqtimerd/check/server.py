@@ -6,7 +6,7 @@ from emqtimerd import wire
 from emqtimerd.check.findings import Finding, denied, failed, is_denied, passed, warned
 from emqtimerd.config import NodeSettings
 from emqtimerd.node import FenceRefused, NodeFault
-from emqtimerd.verdict import EXIT_FAILED, EXIT_FENCE, FIXES
+from emqtimerd.verdict import BRAND_FIX, EXIT_FAILED, EXIT_FENCE, FIXES, LOAD_FIX, OTHER_BRAND_FIX
 
 CLOCK_WARN_SECONDS = 2.0
 """Clocks that somebody keeps agree within milliseconds; two seconds are twice the usual interval
@@ -14,8 +14,6 @@ of promotion, and visible to people who compare log lines."""
 
 Info = Mapping[str, str]
 """The fields of INFO."""
-
-LOAD = "load the native job core there (loadmodule); emqtimerd devnode starts a node with it"
 
 
 def version(info: Info) -> str:
@@ -50,16 +48,16 @@ def tokens(reply: wire.Reply) -> Finding:
     except wire.ReplyError as error:
         if error.code == "ERR":
             found = "the server does not know EMQ.VERSION: no EMQ node"
-            return failed("tokens", found, LOAD, EXIT_FENCE)
+            return failed("tokens", found, LOAD_FIX, EXIT_FENCE)
         return failed("tokens", str(error), FIXES.get(error.code, ""))
     except wire.ShapeError as error:
-        return failed("tokens", str(error), LOAD, EXIT_FENCE)
+        return failed("tokens", str(error), LOAD_FIX, EXIT_FENCE)
 
 
 def _judged(known: Sequence[str]) -> Finding:
     if missing := [token for token in wire.REQUIRED_TOKENS if token not in known]:
         found = f"the server lacks {' and '.join(missing)}, without which nothing can be swept"
-        return failed("tokens", found, LOAD, EXIT_FENCE)
+        return failed("tokens", found, LOAD_FIX, EXIT_FENCE)
     if missing := [token for token in wire.TOKENS if token not in known]:
         found = (
             f"{' and '.join(wire.REQUIRED_TOKENS)} are there; EchoMQ's own clients also want "
@@ -84,13 +82,11 @@ def brand(reply: wire.Reply) -> Finding:
     if known == wire.BRAND:
         return passed("brand", wanted)
     if known is None:
-        fix = f"if this is to be an EMQ node, its operator sets it: SET {{emq}}:version {wanted}"
-        return failed("brand", "{emq}:version is not set", fix, EXIT_FENCE)
+        return failed("brand", "{emq}:version is not set", BRAND_FIX, EXIT_FENCE)
     return failed(
         "brand",
         f"{{emq}}:version is {wire.printable(known)[:80]}, not {wanted}",
-        "another executor owns this node: emqtimerd works on native nodes only, so name one in "
-        "node.url",
+        OTHER_BRAND_FIX,
         EXIT_FENCE,
     )
 

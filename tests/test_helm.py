@@ -394,9 +394,10 @@ def test_the_notes_say_what_to_do_next(case: str, helm: Helm) -> None:
     else:
         kind = "statefulset" if case == "sharding" else "deployment"
         assert f"kubectl rollout status {kind}/{named} --namespace queues" in notes
-    assert ("no password is sent" in notes) == ("auth" not in values)
+    # The case `pods` has the whole URL from a Secret.
+    assert ("no password is sent" in notes) == ("auth" not in values and case != "pods")
     assert ("names no registry" in notes) == (case not in ("pods", "global"))
-    assert ("nothing scrapes" in notes) == (case not in ("podmonitor", "servicemonitor"))
+    assert ("nothing scrapes" in notes) == (case not in ("podmonitor", "servicemonitor", "once"))
     assert "%!" not in notes
     assert "<no value>" not in notes
 

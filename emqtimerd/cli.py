@@ -206,7 +206,8 @@ def once(
         typer.Option(
             parser=_duration,
             metavar="DURATION",
-            help="Send nothing more after this long, such as 500ms, 30s or 5m.",
+            help="Send nothing more after this long, such as 500ms, 30s or 5m; a number alone is "
+            "seconds.",
             show_default="none",
         ),
     ] = None,
@@ -363,7 +364,10 @@ def show(config: ConfigFile = None) -> None:
 
 @config_app.command(short_help="List every problem; contact nothing.")
 def validate(config: ConfigFile = None) -> None:
-    """Check file and environment as `run` does; list every problem, contact nothing."""
+    """Check file and environment as `run` does; list every problem, contact nothing.
+
+    Exit codes: 0 valid; 2 not, or there is nothing to sweep.
+    """
     loaded = _load(config, {}, needs_queues=True)
     _print(f"{loaded.file or 'no configuration file'}: valid, {loaded.settings.extent()}")
 

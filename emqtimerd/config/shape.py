@@ -143,7 +143,7 @@ def suggestion(path: Path) -> str:
     # A long name in a short key, or the other way round, is a unit or a prefix too many.
     if close := difflib.get_close_matches(key.lower(), near, 1, 0.6):
         return f"; did you mean {dotted((*section, close[0]))}?"
-    for depth in range(len(section) - 1, -1, -1):
+    for depth in range(len(section), -1, -1):
         around = find(tuple(section[:depth]))
         inside = paths_in(around.table) if around and around.table else ()
         if elsewhere := [(*section[:depth], *other) for other in inside if other[-1] == key]:

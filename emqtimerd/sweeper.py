@@ -77,8 +77,8 @@ class Sweep:
         return packed
 
     def check(self, limit: int, peeks: bool, counts: bool) -> bytes:
-        """The stall check, in its transaction without the head of the peek if that is wanted, and
-        the sizes of the sets if those are; packed once."""
+        """The stall check. With `peeks` it is what follows MULTI and PEEK_HEAD in its transaction;
+        with `counts` the sizes of the sets are read after it. Packed once."""
         form = (limit, peeks, counts, self.lenient)
         packed = self._packed.get(form)
         if packed is None:
@@ -216,6 +216,9 @@ class Round:
         return moved
 
 
+# --- a round ------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class _Course:
     """One queue's way through the passes of a round."""
@@ -270,12 +273,10 @@ def run_round(
             courses.append(_Course.of(sweep, node))
     waiting = deque(courses)
     begun = False
-    while idle or waiting:
+    fault: NodeFault | None = None
+    while (idle or waiting) and fault is None:
         # However late a round begins, its first pipeline goes out: there is progress in each.
         if stop() or (begun and time.monotonic() >= until):
-            stirred = [_Course.of(sweep, node) for sweep, _ in idle]
-            _leave([*waiting, *stirred])
-            courses += stirred
             break
         if idle:
             page, idle = idle[:QUEUES_PER_EXCHANGE], idle[QUEUES_PER_EXCHANGE:]
@@ -286,12 +287,13 @@ def run_round(
             fault = _exchange(node, batch, drain, run_id)
         begun = True
         waiting.extend(course for course in batch if course.again)
-        if fault is not None:
-            # Nothing of these was on its way: they count as no sweep.
-            stirred = [_Course.of(sweep, node) for sweep, _ in idle]
-            _fail([*waiting, *stirred], fault, sent=False)
-            courses += stirred
-            break
+    unsent = [_Course.of(sweep, node) for sweep, _ in idle]
+    courses += unsent
+    if fault is None:
+        _leave([*waiting, *unsent])
+    else:
+        # Nothing of these was on its way: they count as no sweep.
+        _fail([*waiting, *unsent], fault, sent=False)
     done.results = [course.result for course in courses]
     return done
 
@@ -313,7 +315,26 @@ def _leave(waiting: Iterable[_Course]) -> None:
         course.result.skipped = not course.result.passes
 
 
+def failed(node: Node, sweeps: Sequence[Sweep], fault: NodeFault) -> list[SweepResult]:
+    """Return the results of a round that the node's fault kept from being sent."""
+    courses = [_Course.of(sweep, node) for sweep in sweeps]
+    _fail(courses, fault)
+    return [course.result for course in courses]
+
+
+def _fail(courses: Iterable[_Course], fault: NodeFault, *, sent: bool = True) -> None:
+    for course in courses:
+        course.result.skipped = not sent or isinstance(fault, NotTried)
+        course.result.failure = Failure(fault.code, str(fault), of_node=True)
+        # Whatever was known before the fault, the backlog may now be of any size.
+        course.sweep.expected = -1
+
+
 # --- one exchange -------------------------------------------------------------------------------
+
+_TRANSACTION_REPLIES = 4
+"""What a stall check in its transaction is answered with: MULTI's OK, QUEUED for the peek and for
+the check, and last what EXEC made of both."""
 
 
 @dataclass(slots=True)
@@ -326,33 +347,22 @@ class _Unit:
     counts: bool = False
 
 
-@dataclass(slots=True)
-class _Answer:
-    """What one sweep command said."""
-
-    moved: int = 0
-    head: wire.Head | None = None
-    """The first member of the set that the sweep takes from, read just before it."""
-    next_head: wire.Head | None = None
-    """The first member just after it; meaningful where `looked_after`."""
-    looked_after: bool = False
-    error: wire.ReplyError | wire.ShapeError | None = None
-    peek_refused: bool = False
-    """The transaction was refused for its peek alone: nothing was swept."""
-
-
-@dataclass(slots=True)
-class _Received:
-    """What came back for one pipeline."""
-
-    replies: list[wire.Reply]
-    lost: Lost | None
-    """Why the rest of the replies is missing."""
-    now_ms: float | None
-    """The server's clock when the pipeline began; None where an ACL denies TIME."""
-    finished_at: float
-    astray: bool = False
-    """A reply says that this connection should not be used again."""
+def _unit(course: _Course, peek_allowed: bool) -> _Unit:
+    sweep, limit = course.sweep, course.allowance
+    if sweep.verb == "promote":
+        # What comes next is asked in the same breath where something is expected to move; on an
+        # idle queue the head before the sweep says it already.
+        moves = course.expected != 0
+        return _Unit([sweep.promotion(limit, moves)], 3 if moves else 2)
+    # The sizes and the epoch counts are for the gauges: once a round will do.
+    counts = course.result.passes == 0
+    sizes = len(wire.STATES) if counts else 0
+    peeks = peek_allowed and course.peeks
+    check = sweep.check(limit, peeks, counts)
+    if not peeks:
+        return _Unit([check], 1 + sizes, counts=counts)
+    commands = [wire.MULTI, wire.PEEK_HEAD, check]
+    return _Unit(commands, _TRANSACTION_REPLIES + sizes, peeks=True, counts=counts)
 
 
 def _exchange(
@@ -402,6 +412,20 @@ def _exchange_idle(
         return stirred, fault
 
 
+@dataclass(slots=True)
+class _Received:
+    """What came back for one pipeline."""
+
+    replies: list[wire.Reply]
+    lost: Lost | None
+    """Why the rest of the replies is missing."""
+    now_ms: float | None
+    """The server's clock when the pipeline began; None where an ACL denies TIME."""
+    finished_at: float
+    astray: bool = False
+    """A reply says that this connection should not be used again."""
+
+
 def _send(link: Link, node: Node, commands: list[bytes], count: int) -> _Received:
     lost: Lost | None = None
     sent = time.monotonic()
@@ -410,6 +434,43 @@ def _send(link: Link, node: Node, commands: list[bytes], count: int) -> _Receive
     except Lost as fault:
         lost, replies = fault, fault.replies
     return _Received(replies, lost, _observe_clock(node, sent, replies), time.time())
+
+
+def _observe_clock(node: Node, sent: float, replies: list[wire.Reply]) -> float | None:
+    """Read TIME; an ACL that denies it costs the lateness and the wakes, not the sweep."""
+    try:
+        now_ms = wire.read_time_ms(replies[0]) if replies else None
+    except (wire.ReplyError, wire.ShapeError):
+        return None
+    if now_ms is not None:
+        node.clock.observe(sent, time.monotonic(), now_ms)
+    return now_ms
+
+
+def _drop_if_astray(received: _Received, link: Link, node: Node) -> None:
+    if received.astray:
+        link.drop()
+        node.drop_idle()
+
+
+# --- reading replies ----------------------------------------------------------------------------
+
+
+class _PeekRefused(Exception):
+    """The transaction was refused for its peek alone: nothing was swept."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one sweep command said."""
+
+    moved: int = 0
+    head: wire.Head | None = None
+    """The first member of the set that the sweep takes from, read just before it."""
+    next_head: wire.Head | None = None
+    """The first member just after it; meaningful where `looked_after`."""
+    looked_after: bool = False
+    error: wire.ReplyError | wire.ShapeError | _PeekRefused | None = None
 
 
 def _digest(
@@ -422,11 +483,11 @@ def _digest(
         course.result.unknown += 1
         _fail([course], received.lost)
         return
-    if unit.counts and unit.peeks and part[3] == _NO_LEASES:
+    if unit.counts and unit.peeks and part[_TRANSACTION_REPLIES - 1] == _NOTHING_LEASED:
         _settle_idle(course, part, received.finished_at)
         return
     answer = _read(course.result, unit, part, received.now_ms)
-    if answer.peek_refused:
+    if isinstance(answer.error, _PeekRefused):
         node.peek_allowed = course.peeks = False
         course.again = True
     elif answer.error is not None:
@@ -437,7 +498,7 @@ def _digest(
         _settle(course, answer, node, received.now_ms, drain)
 
 
-_NO_LEASES: list[wire.Reply] = [[], [[], []]]
+_NOTHING_LEASED: list[wire.Reply] = [[], [[], []]]
 """What EXEC answers where nothing is leased: an empty peek, and nothing recovered or dead."""
 
 
@@ -452,58 +513,6 @@ def _settle_idle(course: _Course, replies: list[wire.Reply], finished_at: float)
     result.leases = (0, 0, 0)
 
 
-def _drop_if_astray(received: _Received, link: Link, node: Node) -> None:
-    if received.astray:
-        link.drop()
-        node.drop_idle()
-
-
-def _unit(course: _Course, peek_allowed: bool) -> _Unit:
-    sweep, limit = course.sweep, course.allowance
-    if sweep.verb == "promote":
-        # What comes next is asked in the same breath where something is expected to move; on an
-        # idle queue the head before the sweep says it already.
-        moves = course.expected != 0
-        return _Unit([sweep.promotion(limit, moves)], 3 if moves else 2)
-    # The sizes and the epoch counts are for the gauges: once a round will do.
-    counts = course.result.passes == 0
-    sizes = len(wire.STATES) if counts else 0
-    peeks = peek_allowed and course.peeks
-    check = sweep.check(limit, peeks, counts)
-    if not peeks:
-        return _Unit([check], 1 + sizes, counts=counts)
-    return _Unit([wire.MULTI, wire.PEEK_HEAD, check], 4 + sizes, peeks=True, counts=counts)
-
-
-def _observe_clock(node: Node, sent: float, replies: list[wire.Reply]) -> float | None:
-    """Read TIME; an ACL that denies it costs the lateness and the wakes, not the sweep."""
-    try:
-        now_ms = wire.read_time_ms(replies[0]) if replies else None
-    except (wire.ReplyError, wire.ShapeError):
-        return None
-    if now_ms is not None:
-        node.clock.observe(sent, time.monotonic(), now_ms)
-    return now_ms
-
-
-def failed(node: Node, sweeps: Sequence[Sweep], fault: NodeFault) -> list[SweepResult]:
-    """Return the results of a round that the node's fault kept from being sent."""
-    courses = [_Course.of(sweep, node) for sweep in sweeps]
-    _fail(courses, fault)
-    return [course.result for course in courses]
-
-
-def _fail(courses: Iterable[_Course], fault: NodeFault, *, sent: bool = True) -> None:
-    for course in courses:
-        course.result.skipped = not sent or isinstance(fault, NotTried)
-        course.result.failure = Failure(fault.code, str(fault), of_node=True)
-        # Whatever was known before the fault, the backlog may now be of any size.
-        course.sweep.expected = -1
-
-
-# --- reading replies ----------------------------------------------------------------------------
-
-
 def _read(
     result: SweepResult, unit: _Unit, replies: list[wire.Reply], now_ms: float | None
 ) -> _Answer:
@@ -513,7 +522,7 @@ def _read(
             _read_promotion(answer, result, replies)
         else:
             _read_check(answer, result, unit, replies, now_ms)
-    except (wire.ReplyError, wire.ShapeError) as error:
+    except (wire.ReplyError, wire.ShapeError, _PeekRefused) as error:
         answer.error = error
     return answer
 
@@ -539,10 +548,8 @@ def _read_check(
     """Read a stall check, with or without the transaction and the peek around it."""
     if unit.counts:
         result.jobs = _read_cards(replies[-len(wire.STATES) :])
-    seen, check = _read_transaction(replies[:4]) if unit.peeks else (None, replies[0])
-    if check is _PEEK_REFUSED:
-        answer.peek_refused = True
-        return
+    in_transaction = replies[:_TRANSACTION_REPLIES]
+    seen, check = _read_transaction(in_transaction) if unit.peeks else (None, replies[0])
     if seen is not None:
         answer.head = seen.head()
         if unit.counts:
@@ -554,12 +561,8 @@ def _read_check(
     answer.moved = len(recovered) + len(dead)
 
 
-_PEEK_REFUSED = object()
-"""Instead of the check's reply: the transaction was refused for its peek alone."""
-
-
 def _read_transaction(replies: list[wire.Reply]) -> tuple[wire.Peek | None, wire.Reply]:
-    """Return what the peek saw, and the check's own reply."""
+    """Return what the peek saw, and the check's own reply. Raises _PeekRefused."""
     opened, peek_queued, check_queued, executed = replies
     match executed:
         case [peeked, check]:
@@ -575,7 +578,7 @@ def _read_transaction(replies: list[wire.Reply]) -> tuple[wire.Peek | None, wire
             refused = peek_queued if isinstance(peek_queued, wire.ReplyError) else executed
             # A server may also have no such command: `rename-command EVAL_RO ""` takes it away.
             if "NOPERM" in str(refused) or "unknown command" in str(refused):
-                return None, _PEEK_REFUSED
+                raise _PeekRefused
             raise refused
         case wire.ReplyError():
             raise executed
@@ -641,20 +644,6 @@ def _settle(
         course.allowance = sweep.limit
 
 
-def _is_due(head: wire.Head | None, now_ms: float | None) -> TypeGuard[wire.Head]:
-    return head is not None and now_ms is not None and head.at_ms <= now_ms
-
-
-def _late_ms(at_ms: int, now_ms: float | None) -> float | None:
-    """How long ago a score was the time, None where it never was or the time is not known."""
-    return now_ms - at_ms if now_ms is not None and wire.is_time(at_ms) else None
-
-
-def _overdue_ms(head: wire.Head | None, now_ms: float | None) -> float:
-    """How long a head has been due, 0 where none is."""
-    return (_late_ms(head.at_ms, now_ms) or 0.0) if _is_due(head, now_ms) else 0.0
-
-
 def _refuse(
     course: _Course,
     error: wire.ReplyError | wire.ShapeError,
@@ -675,6 +664,20 @@ def _refuse(
         course.sweep.blocked = True
         result.overdue_ms = _overdue_ms(head, now_ms)
         result.blocked = Blocked(head.job_id if head else None, str(error))
+
+
+def _is_due(head: wire.Head | None, now_ms: float | None) -> TypeGuard[wire.Head]:
+    return head is not None and now_ms is not None and head.at_ms <= now_ms
+
+
+def _late_ms(at_ms: int, now_ms: float | None) -> float | None:
+    """How long ago a score was the time, None where it never was or the time is not known."""
+    return now_ms - at_ms if now_ms is not None and wire.is_time(at_ms) else None
+
+
+def _overdue_ms(head: wire.Head | None, now_ms: float | None) -> float:
+    """How long a head has been due, 0 where none is."""
+    return (_late_ms(head.at_ms, now_ms) or 0.0) if _is_due(head, now_ms) else 0.0
 
 
 # --- before a stall check -----------------------------------------------------------------------

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,7 @@ from daemon_process import DaemonProcess
 
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
+from emqtimerd.devnode.node import free_port
 from emqtimerd.jobs import Job, Jobs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,8 +59,7 @@ class Prometheus:
     """One that scrapes one daemon and evaluates the shipped rules; a context manager."""
 
     def __init__(self, directory: Path, target_port: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         config = {
             "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms"}
             | {"evaluation_interval": "1s"},

@@ -18,7 +18,7 @@ from echomq import base, send
 
 from emqtimerd import wire
 from emqtimerd.devnode import DevNode
-from emqtimerd.devnode.node import _free_port
+from emqtimerd.devnode.node import free_port
 from emqtimerd.devnode.process import Process, end, spawn
 from emqtimerd.dialling import host_and_port
 
@@ -398,7 +398,7 @@ class Sentinels(Servers):
     def _start_sentinel(self, number: int, primary: int) -> None:
         directory = self._directory / f"sentinel{number}"
         directory.mkdir(parents=True)
-        port = _free_port()
+        port = free_port()
         (directory / "sentinel.conf").write_text(
             "\n".join(
                 [

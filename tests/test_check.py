@@ -9,7 +9,6 @@ import pty
 import re
 import shlex
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from emqtimerd.check.server import clock
 from emqtimerd.cli import app
 from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
+from emqtimerd.devnode.node import free_port
 from emqtimerd.discovery import Discovery
 from emqtimerd.node import Node, open_node
 from emqtimerd.once import Report as OnceReport
@@ -704,11 +704,6 @@ def test_plain_words_to_a_port_of_tls(
     failure = only_failure(examine(settings_for(f"redis://{login}127.0.0.1:{port}/0")), 3)
     assert failure.check == "reach"
     assert 'if this port speaks TLS, write "rediss://"' in failure.fix
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_node_that_goes_away_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

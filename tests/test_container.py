@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +25,7 @@ from conftest import wait_until
 from sandbox import TOOLS, Sandbox, missing
 
 from emqtimerd.devnode import DevNode
+from emqtimerd.devnode.node import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTAINER = ROOT / "deploy" / "container"
@@ -255,8 +255,7 @@ def test_the_steps_build_it_and_it_runs_as_process_1_without_rights_on_a_read_on
     # No compiler in the image, so no job core; the one that this machine may have built goes.
     sandbox.shell(f"rm -f {IMAGE_HOME}/lib/python*/site-packages/emqtimerd/devnode/*.so", {})
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environment |= {
         "EMQTIMERD_NODE__URL": node.url,
         "EMQTIMERD_QUEUES": "orders",

@@ -45,6 +45,7 @@ from chaos.stage import Clock
 from emqtimerd import wire
 from emqtimerd.daemon import Daemon, Signals
 from emqtimerd.devnode import DevNode
+from emqtimerd.devnode.node import free_port
 from emqtimerd.jobs import Jobs
 
 Launch = Callable[..., DaemonProcess]
@@ -92,8 +93,7 @@ def config(
 
 def nobody() -> str:
     """The URL of a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"redis://127.0.0.1:{free.getsockname()[1]}/0"
+    return f"redis://127.0.0.1:{free_port()}/0"
 
 
 def sweeps(queue: str, verb: str = "promote", outcome: str = "ok") -> str:

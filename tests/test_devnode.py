@@ -60,7 +60,7 @@ def plain_server_data(
 ) -> None:
     """Leave data in the directory as a server does that has nothing to do with this project."""
     directory.mkdir()
-    port = node_module._free_port()
+    port = node_module.free_port()
     arguments = ["--dir", str(directory), "--appendonly", aof, "--save", "", "--port", str(port)]
     with subprocess.Popen([find_server(), *arguments], stdout=subprocess.DEVNULL) as server:
         client = redis.Redis(port=port)
@@ -248,8 +248,8 @@ def test_a_free_port_that_is_taken_meanwhile_is_replaced(
     node: DevNode, start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other server even answers on that port, and must not be taken for ours."""
-    ports = iter([node.port, node_module._free_port()])
-    monkeypatch.setattr(node_module, "_free_port", lambda: next(ports))
+    ports = iter([node.port, node_module.free_port()])
+    monkeypatch.setattr(node_module, "free_port", lambda: next(ports))
     assert start_node().port != node.port
     assert node.running
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -25,6 +24,7 @@ from emqtimerd import __version__
 from emqtimerd.config import Settings, load
 from emqtimerd.config import schema as configuration_schema
 from emqtimerd.devnode import DevNode
+from emqtimerd.devnode.node import free_port
 from emqtimerd.shard import owner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -869,12 +869,6 @@ def answer(host: str, port: int, path: str) -> tuple[int, str]:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def ready(port: int) -> bool:

@@ -20,8 +20,10 @@ from conftest import wait_until
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
+from server_sets import need_ipv6
 
 from emqtimerd import http as web
+from emqtimerd.devnode.node import free_port
 from emqtimerd.http import Application, CannotListen, HttpServer, PortInUse
 from emqtimerd.ledger import Ledger
 from emqtimerd.node import Identity
@@ -482,10 +484,7 @@ def test_an_address_of_somebody_else_is_a_clear_error(ledger: Ledger, host: str)
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_ipv6_works(ledger: Ledger, serve: Callable[..., HttpServer], host: str) -> None:
     """Also the address that stands for both families."""
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("this machine has no IPv6")
+    need_ipv6()
     server = serve(ledger, host)
     assert ask(server, "/healthz", host="::1").status == 200
     if host == "::":
@@ -498,8 +497,7 @@ def running(server: HttpServer) -> bool:
 
 def test_nothing_is_left_after_a_stop(ledger: Ledger) -> None:
     """Threads have names, and end; the port is free; a second stop does nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     before = set(threading.enumerate())
     server = HttpServer("127.0.0.1", port, Application(ledger)).start()
     mine = set(threading.enumerate()) - before

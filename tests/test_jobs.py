@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 import emqtimerd.jobs
 from emqtimerd.devnode import DevNode
+from emqtimerd.devnode.node import free_port
 from emqtimerd.jobs import (
     DuplicateJob,
     FenceRefused,
@@ -558,8 +559,7 @@ def test_daemon_verbs_are_not_required() -> None:
 
 def test_unreachable() -> None:
     """A node that is not there, or that does not know us, is reported without the password."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    port = free_port()
     with Jobs(f"redis://:hunter2@127.0.0.1:{port}/0", "orders") as jobs:
         with pytest.raises(Unreachable, match=str(port)) as caught:
             jobs.enqueue(b"p")

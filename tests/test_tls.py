@@ -22,7 +22,7 @@ from stub import Stub
 
 from emqtimerd.config import Settings, load
 from emqtimerd.devnode import DevNode
-from emqtimerd.devnode.node import _free_port
+from emqtimerd.devnode.node import free_port
 from emqtimerd.node import BackingOff, Node, Unreachable, open_node
 from emqtimerd.once import sweep_once
 from emqtimerd.topology import open_nodes
@@ -115,7 +115,7 @@ def start_tls(start_node: Start, authority: Authority) -> Callable[..., int]:
     """Starts a server that speaks TLS, and returns the port."""
 
     def start(*arguments: str, **options: Any) -> int:
-        port = _free_port()
+        port = free_port()
         secure = tls_arguments(authority, port, **options)
         start_node("redis-7.0", extra_args=(*secure, *arguments))
         return port
@@ -315,7 +315,7 @@ class TlsSentinels(Sentinels):
 
     def start_servers(self) -> int:
         for number in range(2):
-            port = _free_port()
+            port = free_port()
             self.secure_ports.append(port)
             arguments = (*tls_arguments(self._authority, port), "--tls-replication", "yes")
             if number:
@@ -381,7 +381,7 @@ class TlsCluster(Cluster):
         return super().url.replace("redis+", "rediss+")
 
     def arguments(self, number: int) -> Sequence[str]:
-        self._secure_ports.append(port := _free_port())
+        self._secure_ports.append(port := free_port())
         self._authority.sign(f"server{number}", f"DNS:server{number}.test")
         return (
             *super().arguments(number),

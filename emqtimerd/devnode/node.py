@@ -201,7 +201,7 @@ class DevNode:
 
     def _launch(self, server: Path, module: Path, lock: int) -> None:
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            port = self._port or _free_port()
+            port = self._port or free_port()
             self._log_start = self.log.stat().st_size if self.log.exists() else 0
             process = spawn(self._command(server, module, port), self.log, pass_fds=(lock,))
             self._remains.process = process
@@ -352,7 +352,7 @@ class DevNode:
             return lock
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that nobody uses now, nor the one 10,000 above it (the cluster bus).
 
     From below the ports that systems give to outgoing connections (32768 up on Linux, 49152 up on

@@ -137,9 +137,15 @@ class _Client:
 
 
 class Stub:
-    """The server, on a free TCP port (with TLS if asked) or on a Unix socket; a context manager."""
+    """The server, on a TCP address (with TLS if asked), by default with any free port, or on a Unix
+    socket; a context manager."""
 
-    def __init__(self, unix: Path | None = None, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        unix: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         self.arrivals: list[Arrival] = []
         self.connections = 0
         self.owed: Counter[bytes] = Counter()
@@ -154,9 +160,9 @@ class Stub:
         self._closing = threading.Event()
         self._acceptor: threading.Thread | None = None
         if unix is None:
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            self.port: int = self._listener.getsockname()[1]
-            self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}/0"
+            self._listener = socket.create_server(address)
+            self.host, self.port = self._listener.getsockname()
+            self.url = f"{'rediss' if tls else 'redis'}://{self.host}:{self.port}/0"
         else:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(str(unix))
@@ -186,7 +192,7 @@ class Stub:
         with self._lock:
             self._rules = [rule for rule in self._rules if rule.lasting]
         if self._acceptor is None:
-            self._listener = socket.create_server(("127.0.0.1", self.port))
+            self._listener = socket.create_server((self.host, self.port))
             self._acceptor = self._spawn(self._accept)
 
     def count(self, verb: str, word: bytes = b"") -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import redis
-from conftest import wait_until
+from conftest import NameServers, wait_until
 from stub import HANG_UP, Answer, Stub, array, error, ids, integer
 
 from emqtimerd import sweeper as sweepers
@@ -170,26 +168,16 @@ def test_idle_queues_behind_a_lost_pipeline_were_not_tried(
 
 
 def test_a_name_that_leads_to_another_server_is_followed(
-    stub: Stub, open_to: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    stub: Stub, open_to: Callable[..., Node], name_servers: NameServers
 ) -> None:
     """Case "READONLY from a demoted primary": the old one lives and keeps its connections, the name
     leads to the new one by now: after one refusal that one gets the sweeps."""
-    real: Callable[..., Any] = socket.getaddrinfo
-    leads_to = [stub]
-
-    def look_up(host: str, port: int, *rest: Any, **more: Any) -> Any:
-        if host == "queues.test":
-            host = f"127.0.0.{len(leads_to)}"
-        elif port == 6379:
-            # Each address is a server of its own, and stubs have ports.
-            host, port = "127.0.0.1", leads_to[int(host[-1]) - 1].port
-        return real(host, port, *rest, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    node, (order,) = open_to("redis://queues.test:6379/0"), orders("orders")
+    name_servers.answering.set()
+    name_servers.names["queues.test"] = ["127.0.0.1"]
+    node, (order,) = open_to(f"redis://queues.test:{stub.port}/0"), orders("orders")
     sweep(node, [order])
-    with Stub() as successor:
-        leads_to.append(successor)
+    with Stub(address=("127.0.0.2", stub.port)) as successor:
+        name_servers.names["queues.test"] = ["127.0.0.2"]
         assert sweep(node, [order]).quiet == ["orders"]
         assert successor.connections == 0, "as long as nobody refuses, the connection is as good"
         stub.on("EMQ.PROMOTE", error("READONLY You can't write against a read only replica."))

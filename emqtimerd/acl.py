@@ -164,7 +164,7 @@ PERMISSIONS = (
         "+scan",
         "looks for queues, for discovery",
         "discovery finds nothing",
-        lambda _settings, _queue: wire.scan(b"0", "emq:{*}:[as]c*", 1),
+        lambda _settings, _queue: wire.scan(b"0", 1),
         required=True,
         needed=lambda settings: settings.discovery.enabled,
     ),

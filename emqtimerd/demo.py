@@ -422,7 +422,7 @@ class Story:
 
     def _line(self, queue: str) -> str:
         row = self._row(queue)
-        sizes = " ".join(f"{state} {row[state]}" for state in wire.STATES)
+        sizes = " ".join(f"{state} {row[state]}" for state in wire.SETS)
         return f"{queue}: {sizes}, promoted {row['promoted']}, recovered {row['recovered']}" + (
             ", BLOCKED" if row["blocked"] else ""
         )
@@ -438,11 +438,11 @@ class Story:
     def _row(self, queue: str) -> dict[str, object]:
         """Sizes from the server, and what the daemon counted."""
         with suppress(redis.RedisError):
-            for state in wire.STATES:
+            for state in wire.SETS:
                 self._sizes[queue, state] = self._client.zcard(wire.queue_key(queue, state))
         counted = self._daemon.metrics()
         return {
-            **{state: self._sizes.get((queue, state), 0) for state in wire.STATES},
+            **{state: self._sizes.get((queue, state), 0) for state in wire.SETS},
             "promoted": round(counted["jobs_promoted_total", queue]),
             "recovered": round(counted["jobs_recovered_total", queue]),
             "stall": round(counted["lease_expiries_total", queue, "stall"]),

@@ -4,7 +4,6 @@ A queue shows itself by its schedule or its active set; both vanish while it is 
 forgotten only after it has not been seen for a while.
 """
 
-import re
 import time
 from collections.abc import Callable
 
@@ -22,10 +21,6 @@ KEYS_PER_STEP = 1_000
 FORGET_SECONDS = 600.0
 """A queue that no search has seen for so long is no longer swept: ten minutes without a single job
 due or leased. When it comes back, the next search finds it."""
-
-# No job row matches: its key goes on with `job:`.
-PATTERN = "emq:{*}:[as]c*"
-_QUEUE_KEY = re.compile(rb"emq:\{([^{}]+)\}:(?:schedule|active)")
 
 
 class Discovery:
@@ -78,8 +73,8 @@ class Discovery:
             self._cursor = b"0"
             del self._ahead[0]
         else:
-            for key in keys:
-                self._note(key, now)
+            found = filter(None, map(wire.queue_of, keys))
+            self._seen |= dict.fromkeys(filter(self._settings.discovers, found), now)
             if self._cursor == b"0":
                 self._searched.add(node)
                 del self._ahead[0]
@@ -90,19 +85,8 @@ class Discovery:
             raise fault
         with node.link() as link:
             deadline = time.monotonic() + node.timeout_seconds
-            (reply,) = link.exchange(wire.scan(self._cursor, PATTERN, KEYS_PER_STEP), 1, deadline)
+            (reply,) = link.exchange(wire.scan(self._cursor, KEYS_PER_STEP), 1, deadline)
         return wire.read_scan(reply)
-
-    def _note(self, key: bytes, now: float) -> None:
-        match = _QUEUE_KEY.fullmatch(key)
-        if match is None:
-            return
-        try:
-            queue = match[1].decode()
-        except UnicodeDecodeError:
-            return
-        if wire.queue_name_problem(queue) is None and self._settings.discovers(queue):
-            self._seen[queue] = now
 
     def _known(self, now: float) -> frozenset[str]:
         long_ago = [queue for queue, at in self._seen.items() if now - at >= FORGET_SECONDS]

@@ -356,7 +356,7 @@ def _unit(course: _Course, peek_allowed: bool) -> _Unit:
         return _Unit([sweep.promotion(limit, moves)], 3 if moves else 2)
     # The sizes and the epoch counts are for the gauges: once a round will do.
     counts = course.result.passes == 0
-    sizes = len(wire.STATES) if counts else 0
+    sizes = len(wire.SETS) if counts else 0
     peeks = peek_allowed and course.peeks
     check = sweep.check(limit, peeks, counts)
     if not peeks:
@@ -509,7 +509,7 @@ def _settle_idle(course: _Course, replies: list[wire.Reply], finished_at: float)
     result = course.result
     result.passes = 1
     result.finished_at = finished_at
-    result.jobs = _read_cards(replies[-len(wire.STATES) :])
+    result.jobs = _read_cards(replies[-len(wire.SETS) :])
     result.leases = (0, 0, 0)
 
 
@@ -547,7 +547,7 @@ def _read_check(
 ) -> None:
     """Read a stall check, with or without the transaction and the peek around it."""
     if unit.counts:
-        result.jobs = _read_cards(replies[-len(wire.STATES) :])
+        result.jobs = _read_cards(replies[-len(wire.SETS) :])
     in_transaction = replies[:_TRANSACTION_REPLIES]
     seen, check = _read_transaction(in_transaction) if unit.peeks else (None, replies[0])
     if seen is not None:
@@ -690,7 +690,7 @@ def survey(node: Node, sweeps: Sequence[Sweep], run_id: str | None = None) -> li
     Raises NodeFault.
     """
     results = [SweepResult(s.queue, s.verb, node.name, skipped=True) for s in sweeps]
-    each = 1 + len(wire.STATES)
+    each = 1 + len(wire.SETS)
     for start in range(0, len(sweeps), QUEUES_PER_EXCHANGE):
         page = results[start : start + QUEUES_PER_EXCHANGE]
         commands = [

@@ -194,9 +194,21 @@ def leases_expired(queue: str, now_ms: int) -> tuple[bytes, bytes]:
     return pack("ZCOUNT", key, "-inf", now_ms), pack("ZCARD", key)
 
 
-def scan(cursor: bytes, pattern: str, count: int) -> bytes:
-    """Look at the next `count` keys for sorted sets whose name matches."""
-    return pack("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "zset")
+def scan(cursor: bytes, count: int) -> bytes:
+    """Look among the next `count` keys for the schedules and the active sets of queues."""
+    # No job row matches: its key goes on with `job:`. Without the type, any key that looks like one
+    # would name a queue.
+    return pack("SCAN", cursor, "MATCH", "emq:{*}:[as]c*", "COUNT", count, "TYPE", "zset")
+
+
+def queue_of(key: bytes) -> str | None:
+    """Return the queue whose schedule or active set has this key; None where it is no such key."""
+    match = re.fullmatch(rb"emq:\{([^{}]+)\}:(?:schedule|active)", key)
+    try:
+        queue = match[1].decode() if match else ""
+    except UnicodeDecodeError:
+        return None
+    return None if queue_name_problem(queue) else queue
 
 
 def due(queue: str, name: str, now_ms: int, offset: int, count: int) -> bytes:
@@ -222,13 +234,14 @@ def is_row(queue: str, job_id: bytes) -> bytes:
     return pack("ZRANGE", row_key(queue, job_id), 0, 0)
 
 
-STATES = ("pending", "active", "schedule", "dead")
-"""The four sets of a queue."""
+SETS = ("pending", "active", "schedule", "dead")
+"""The four sets of a queue. A job in the schedule has the state `scheduled`; the other states are
+named like their sets."""
 
 
 def cards(queue: str) -> bytes:
-    """Read the sizes of the four sets, in the order of STATES: four commands, four replies."""
-    return b"".join(pack("ZCARD", queue_key(queue, name)) for name in STATES)
+    """Read the sizes of the four sets, in the order of SETS: four commands, four replies."""
+    return b"".join(pack("ZCARD", queue_key(queue, name)) for name in SETS)
 
 
 # The peek reads no clock (contract, section 5: inside EXEC the server's TIME stands still while

@@ -147,7 +147,7 @@ def test_every_job_ends_once_and_every_expiry_has_its_true_cause(
         thread.start()
     with connect(node) as watcher:
         while time.monotonic() - started < 60 and not race.problems:
-            left = [watcher.zcard(wire.queue_key("orders", name)) for name in wire.STATES[:3]]
+            left = [watcher.zcard(wire.queue_key("orders", name)) for name in wire.SETS[:3]]
             if not any(left):
                 break
             if time.monotonic() - started > RACE_SECONDS:

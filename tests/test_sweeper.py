@@ -86,7 +86,7 @@ def numbered(count: int, start: float = 1.0) -> dict[bytes, float]:
 
 def sizes(client: redis.Redis, queue: str = "orders") -> dict[str, int]:
     """How many ids each set of the queue holds."""
-    return {name: client.zcard(wire.queue_key(queue, name)) for name in wire.STATES}
+    return {name: client.zcard(wire.queue_key(queue, name)) for name in wire.SETS}
 
 
 def run_id(client: redis.Redis) -> bytes:

@@ -53,7 +53,7 @@ def test_all_keys_of_a_queue_are_in_the_slot_that_the_server_computes(
     name: str, client: redis.Redis
 ) -> None:
     """Case "Slot migration and hash tags": the slot equals CLUSTER KEYSLOT for each name."""
-    keys = [wire.queue_key(name, each) for each in (*wire.STATES, "meta", "metrics:failed")]
+    keys = [wire.queue_key(name, each) for each in (*wire.SETS, "meta", "metrics:failed")]
     keys += [wire.row_key(name, b"JOB\xff{}"), wire.base(name)]
     slots = {client.execute_command("CLUSTER KEYSLOT", key) for key in keys}  # type: ignore[no-untyped-call]
     assert slots == {wire.slot(name)}
@@ -111,7 +111,7 @@ COMMANDS: dict[str, tuple[bytes, bytes]] = {
     "whether there is a row": (wire.is_row("q", b"JOB1"), b"ZRANGE emq:{q}:job:JOB1 0 0"),
     # Without the type each queue's name would be taken of any key that looks like one.
     "scan": (
-        wire.scan(b"7", "emq:{*}:[as]c*", 1_000),
+        wire.scan(b"7", 1_000),
         b"SCAN 7 MATCH emq:{*}:[as]c* COUNT 1000 TYPE zset",
     ),
 }

@@ -25,7 +25,7 @@ def key_types(settings: Settings, node: Node, link: Link) -> Iterator[Finding]:
     """Whether each key of the listed queues has its type, found by reads that want that type."""
     if not settings.queues:
         yield skipped("queue", "no queue is listed")
-    each = len(wire.STATES) + len(_COUNTERS)
+    each = len(wire.SETS) + len(_COUNTERS)
     for page in _pages(settings.queues):
         commands = [
             wire.cards(queue)
@@ -37,7 +37,7 @@ def key_types(settings: Settings, node: Node, link: Link) -> Iterator[Finding]:
             own = replies[number * each : (number + 1) * each]
             held = {
                 name: _type_of(node, link, wire.queue_key(queue, name))
-                for name, reply in zip((*wire.STATES, *_COUNTERS), own, strict=True)
+                for name, reply in zip((*wire.SETS, *_COUNTERS), own, strict=True)
                 if isinstance(reply, wire.ReplyError) and reply.code == "WRONGTYPE"
             }
             yield from _keys(queue, own, held)
@@ -52,7 +52,7 @@ def _type_of(node: Node, link: Link, key: bytes) -> str:
 def _keys(queue: str, replies: list[wire.Reply], held: dict[str, str]) -> Iterator[Finding]:
     for name, kind in held.items():
         key = wire.queue_key(queue, name).decode()
-        wanted = "sorted set" if name in wire.STATES else "hash"
+        wanted = "sorted set" if name in wire.SETS else "hash"
         yield failed(
             "queue",
             f"{queue}: {key} is {f'a {kind}, ' if kind else ''}not a {wanted}: sweeps of this "
@@ -61,7 +61,7 @@ def _keys(queue: str, replies: list[wire.Reply], held: dict[str, str]) -> Iterat
             f"RENAME {quoted(key)} {quoted(key + '.moved')}",
             queue=queue,
         )
-    for name, reply in zip((*wire.STATES, *_COUNTERS), replies, strict=True):
+    for name, reply in zip((*wire.SETS, *_COUNTERS), replies, strict=True):
         if isinstance(reply, wire.ReplyError) and reply.code not in ("WRONGTYPE", "NOPERM"):
             key = wire.queue_key(queue, name).decode()
             fix = FIXES.get(reply.code, "")
@@ -72,7 +72,7 @@ def _keys(queue: str, replies: list[wire.Reply], held: dict[str, str]) -> Iterat
     if any(isinstance(reply, wire.ReplyError) for reply in replies):
         yield skipped("queue", f"{queue}: the ACL denies to look (see acl)", queue)
     else:
-        counts = ", ".join(f"{n} {c}" for n, c in zip(wire.STATES, replies, strict=False))
+        counts = ", ".join(f"{n} {c}" for n, c in zip(wire.SETS, replies, strict=False))
         yield passed("queue", f"{queue}: {counts}", queue)
 
 

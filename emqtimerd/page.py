@@ -138,9 +138,7 @@ class _Summary:
 
 def _text(text: str) -> str:
     """Any text made safe: markup escaped, and whatever would act instead of show made visible."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return escape(text)
+    return escape(wire.escaped(text))
 
 
 def span(seconds: float) -> str:

@@ -128,8 +128,8 @@ def tls_error(fault: BaseException) -> ssl.SSLError | None:
 
 def not_tls(settings: NodeSettings) -> str:
     """What to do about a port that does not speak TLS."""
-    scheme = settings.url.scheme.replace("rediss", "redis").replace("valkeys", "valkey")
-    return f'this port does not speak TLS: use its TLS port, or "{scheme}://" without TLS'
+    plain = settings.url.plain_scheme
+    return f'this port does not speak TLS: use its TLS port, or "{plain}://" without TLS'
 
 
 _CERTIFICATE_FIX = (
@@ -155,11 +155,10 @@ def _reach_fix(settings: NodeSettings, fault: NodeFault) -> str:
     url = settings.url
     if fault.code == "timeout":
         # A server without TLS takes the greeting for half a command, and waits for the rest of it.
-        plain = url.scheme.replace("rediss", "redis").replace("valkeys", "valkey")
-        perhaps = f'if this port does not speak TLS, write "{plain}://"; else: ' if url.tls else ""
+        plain = f'if this port does not speak TLS, write "{url.plain_scheme}://"; else: '
         return (
-            f"{perhaps}nothing came back: is this the address (node.url), does a firewall drop the "
-            "packets, does the server hang?"
+            f"{plain if url.tls else ''}nothing came back: is this the address (node.url), does a "
+            "firewall drop the packets, does the server hang?"
         )
     # A server that speaks TLS hangs up on whoever does not, in the midst of login or fence.
     hung_up = re.search("during the handshake|reset by peer|[Cc]onnection closed", fault.message)
@@ -167,8 +166,8 @@ def _reach_fix(settings: NodeSettings, fault: NodeFault) -> str:
         # What it says of a certificate that it misses is lost where we had begun to speak.
         return f"{_CERTIFICATE_FIX}; else look into the server's log"
     if hung_up and not url.socket:
-        secure = url.scheme.replace("redis", "rediss").replace("valkey", "valkeys")
-        return f'if this port speaks TLS, write "{secure}://"; else look into the server\'s log'
+        secure = f'if this port speaks TLS, write "{url.tls_scheme}://"'
+        return f"{secure}; else look into the server's log"
     if url.socket:
         return "does the server run with this unixsocket, and may this user open it?"
     return "is this the address (node.url), and does the server run and listen there (bind, port)?"

@@ -98,8 +98,8 @@ def _credentials(settings: Settings) -> Iterator[Relation]:
 def _tls(settings: Settings) -> Iterator[Relation]:
     node, sentinel = settings.node, settings.node.sentinel.tls
     if node.tls != TlsSettings() and not node.url.tls:
-        secure = node.url.scheme.replace("redis", "rediss").replace("valkey", "valkeys")
-        advice = "a Unix socket has no TLS" if node.url.socket else f'TLS needs "{secure}://"'
+        secure = f'TLS needs "{node.url.tls_scheme}://"'
+        advice = "a Unix socket has no TLS" if node.url.socket else secure
         yield Relation(
             ("node", "tls"),
             f'is set, but node.url begins with "{node.url.scheme}://" and is not encrypted: '

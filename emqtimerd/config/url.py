@@ -56,6 +56,16 @@ class NodeUrl:
         """Whether connections to the node are encrypted."""
         return self.scheme.partition("+")[0] in ("rediss", "valkeys")
 
+    @property
+    def plain_scheme(self) -> str:
+        """The scheme of the same servers without TLS."""
+        return self.scheme.replace("rediss", "redis").replace("valkeys", "valkey")
+
+    @property
+    def tls_scheme(self) -> str:
+        """The scheme of the same servers with TLS; a socket file has none, and keeps its own."""
+        return self.plain_scheme.replace("redis", "rediss").replace("valkey", "valkeys")
+
     def __str__(self) -> str:
         login = quote(self.username, safe="") + (":***" if self.password else "")
         login += "@" if login else ""

@@ -33,7 +33,7 @@ EXIT_USAGE = 2
 
 TICK_SECONDS = 1.0
 """How often the main thread looks at the clock, the threads and the watchdog, and how often the
-scheduler shows that it turns. Signals do not wait for it."""
+scheduler shows that it turns; a short watchdog makes it more often. Signals do not wait for it."""
 
 HURRY_SECONDS = 0.1
 """How often a stop looks whether somebody has lost patience with it, and gives a sign of life."""
@@ -246,10 +246,10 @@ class Daemon:
 
     def _loop(self, signals: Signals) -> str | None:
         """Turn until a signal asks to stop (None) or something that must live is dead (why)."""
-        tick = min(TICK_SECONDS, (self._notifier.watchdog_seconds or TICK_SECONDS) / 4)
+        watchdog = self._notifier.watchdog_seconds
         next_status = 0.0
         while True:
-            came = signals.wait(tick)
+            came = signals.wait(self._beat_seconds())
             if came & STOPPING:
                 return None
             self._reload_wanted |= signal.SIGHUP in came
@@ -262,7 +262,8 @@ class Daemon:
             if not self._http.running:
                 return f"the HTTP server's thread has died: {self._http.failure!r}"
             self._former = [work for work in self._former if not work.timer.wait_idle(0)]
-            if self._ledger.beat_age() <= self._beat_patience():
+            # A beat that is older than half of the watchdog's own time limit is no sign of life.
+            if watchdog and self._ledger.beat_age() <= watchdog / 2:
                 self._notifier.alive()
             if (now := time.monotonic()) >= next_status:
                 next_status = now + STATUS_SECONDS
@@ -384,10 +385,7 @@ class Daemon:
     # --- signs of life --------------------------------------------------------------------------
 
     def _beat_seconds(self) -> float:
-        """The scheduler beats so often that a watchdog of any length hears of each beat in time."""
+        """How often the scheduler beats and the main thread looks: a watchdog of any length hears
+        of each beat in time."""
         watchdog = self._notifier.watchdog_seconds
         return min(TICK_SECONDS, watchdog / 4) if watchdog else TICK_SECONDS
-
-    def _beat_patience(self) -> float:
-        """How old a beat may be before the watchdog hears nothing: half of its own time limit."""
-        return (self._notifier.watchdog_seconds or 2.0) / 2

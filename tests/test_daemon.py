@@ -1389,7 +1389,7 @@ def test_a_dead_thread_ends_the_process_with_a_reason(
         inside._http.failure = SystemExit("a mistake of our own")
         inside._http._server.stop()
     else:
-        inside._ledger.beat_age = die  # type: ignore[method-assign]
+        inside._take_found = die  # type: ignore[method-assign]
     wait_until(lambda: not daemon.running(), "the end")
     assert daemon.code == 1
     (line,) = daemon.told("stopping")

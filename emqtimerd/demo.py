@@ -35,7 +35,7 @@ from emqtimerd.jobs import Job, Jobs, JobsError, OutcomeUnknown, Refused, mint_i
 ORDERS, EMAILS = "orders", "emails"
 QUEUES = (ORDERS, EMAILS)
 
-# The story, in seconds from the first job.
+# The story, in seconds from the first job: each act can be seen before the next one begins.
 POISON_AT = 4.0
 KILL_AT = 9.0
 DOWN_SECONDS = 1.5
@@ -45,21 +45,32 @@ SETTLE_SECONDS = 20.0
 """How long after the last job all of them may take to come to an end; it takes about five."""
 
 JOBS_PER_SECOND = 60
-EMAILS_SHARE = 0.2
-AT_ONCE_SHARE = 0.3
+"""Enough for sums that tell something, and far less than the workers can do."""
+EMAILS_SHARE, AT_ONCE_SHARE = 0.2, 0.3
+"""The share of jobs that are emails, and of those that are ready at once and not scheduled."""
 LONGEST_DELAY_MS = 3_000
+"""How far ahead jobs are scheduled at most: beyond an interval, so that wakes are at work, too."""
 WORKERS = 3
-WORK_SECONDS = 0.01
+REST_SECONDS = 0.01
+"""How long a worker rests before it looks again, on average: a job is claimed while it is news."""
 RETRY_SECONDS = 0.05
+"""How soon a call is tried again while the server is down: it is down for thirty such moments."""
 CRASHES, FAILURES = 0.02, 0.05
 """The share of jobs whose worker vanishes, and of those whose handler fails."""
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS, FAILED_DELAY_MS = 3, 300
+"""How many tries a job has, and how long a failed one waits for the next: a moment on the table."""
 LEASE_MS = 2_000
+"""Far longer than any work here, so that only what was lost runs out; and soon enough to see."""
 POISON = b"JOBLANE"
 SWEEP_LIMIT = 100
 """The default of `promote.limit`: what a sweep of unknown outcome may have moved at most."""
 HELD, HELD_LEASE_MS = 12, 4_000
-"""Leases that a worker holds when the server dies, and never comes back to."""
+"""Leases that a worker holds when the server dies, and never comes back to; they outlast the
+outage, so that it is the restart that they cross."""
+
+TABLES_PER_SECOND, LINE_SECONDS = 4, 2.0
+"""How often the table is drawn anew on a terminal, and how often there is a line elsewhere: as fast
+as people read, and no flood in a file."""
 
 CONFIG = """\
 queues = ["orders", "emails"]
@@ -212,7 +223,7 @@ class Cast:
                         if job := jobs.claim(LEASE_MS):
                             self._note_claim(job)
                             self._handle(jobs, job, chance.random())
-                time.sleep(chance.uniform(0, 2 * WORK_SECONDS))
+                time.sleep(chance.uniform(0, 2 * REST_SECONDS))
 
     def _handle(self, jobs: Jobs, job: Job, luck: float) -> None:
         if luck < CRASHES:
@@ -221,7 +232,8 @@ class Cast:
             if self._insist(partial(jobs.complete, job)):
                 self._note_settled(job)
             return
-        fail = partial(jobs.fail, job, "no luck", delay_ms=300, max_attempts=MAX_ATTEMPTS)
+        limits = {"delay_ms": FAILED_DELAY_MS, "max_attempts": MAX_ATTEMPTS}
+        fail = partial(jobs.fail, job, "no luck", **limits)
         if verdict := self._insist(fail):
             self._note_settled(job, scheduled=verdict != "dead")
 
@@ -405,9 +417,11 @@ class Story:
 
     @contextmanager
     def _screen(self, *, live: bool) -> Iterator[Callable[[], None]]:
-        """A table that renews itself on a terminal, a line every two seconds elsewhere."""
+        """A table that renews itself on a terminal, a line now and then elsewhere."""
         if live:
-            with Live(self._table(), console=self._console, refresh_per_second=4) as screen:
+            with Live(
+                self._table(), console=self._console, refresh_per_second=TABLES_PER_SECOND
+            ) as screen:
                 yield lambda: screen.update(self._table())
             return
         next_line = 0.0
@@ -415,7 +429,7 @@ class Story:
         def show() -> None:
             nonlocal next_line
             if self._now() >= next_line:
-                next_line = self._now() + 2
+                next_line = self._now() + LINE_SECONDS
                 self._say("   ".join(self._line(queue) for queue in QUEUES))
 
         yield show

@@ -14,5 +14,6 @@ def owner(queue: str, count: int) -> int:
 
 
 def _draw(name: bytes, index: int) -> bytes:
-    # Keyed by the shard, so that every shard ranks the queues in an order of its own.
+    # Keyed by the shard, so that every shard ranks the queues in an order of its own. Two shards do
+    # not draw the same 64 bits; if they did, the first of them would win with every replica.
     return hashlib.blake2b(name, digest_size=8, salt=index.to_bytes(16, "big")).digest()

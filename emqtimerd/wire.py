@@ -73,6 +73,7 @@ PASSING = frozenset({"ASK", "CLUSTERDOWN", "MOVED", "TRYAGAIN"})
 """Replies of a cluster that is being changed: they end by themselves, and no pause helps."""
 
 MAX_QUEUE_NAME_BYTES = 255
+"""The longest name of a queue (contract, section 2)."""
 
 LEASES_COUNTED = 1_000
 """How many leases of a queue the epoch counts look at: a thousand row reads take the server
@@ -223,6 +224,7 @@ def row(queue: str, job_id: bytes) -> bytes:
 
 
 ROW = ("state", "group", "lease_epoch", "stalled")
+"""What a preview reads of a row."""
 
 
 def is_row(queue: str, job_id: bytes) -> bytes:
@@ -412,8 +414,8 @@ def read_row(reply: Reply) -> Row:
 
 
 def _read_counter(text: bytes | None) -> int | None:
-    """Read a counter as the server does: in the one way that it writes a number, with room for
-    more. One that is not there is 0."""
+    """Read a counter as the job core does: in the one way that a server writes a number, and below
+    half of what 64 bits hold, so that there is room for more. One that is not there is 0."""
     if text is None:
         return 0
     # 20: more bytes than a number of 64 bits has.

@@ -21,6 +21,7 @@ from cheroot import makefile, server, wsgi
 from cheroot.workers import threadpool
 
 from emqtimerd import metrics, page
+from emqtimerd.config import host_port_text
 from emqtimerd.ledger import Health, Ledger
 
 log = logging.getLogger(__name__)
@@ -469,8 +470,7 @@ class HttpServer:
 
 
 def _cannot_listen(address: tuple[str, int], error: OSError) -> CannotListen:
-    host, port = address
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = host_port_text(*address)
     if error.errno == errno.EADDRINUSE:
         return PortInUse(
             f"cannot listen on {where}: another process does already; stop it, or choose another "

@@ -18,7 +18,7 @@ from emqtimerd.config.settings import (
     TlsSettings,
 )
 from emqtimerd.config.show import schema, show
-from emqtimerd.config.values import duration
+from emqtimerd.config.values import duration, host_port_text
 
 __all__ = [
     "Config",
@@ -29,6 +29,7 @@ __all__ = [
     "Settings",
     "TlsSettings",
     "duration",
+    "host_port_text",
     "load",
     "read_secret",
     "schema",

@@ -8,7 +8,7 @@ from urllib.parse import quote, unquote
 
 from pydantic import SecretStr
 
-from emqtimerd.config.values import TextForm, host_and_port, host_port_text
+from emqtimerd.config.values import TextForm, host_port_text, parse_host_port
 
 Topology = Literal["standalone", "sentinel", "cluster"]
 
@@ -174,7 +174,7 @@ def _login(text: str) -> tuple[str, SecretStr | None]:
 
 
 def _host(text: str, default_port: int) -> tuple[str, int]:
-    found = host_and_port(text, default_port)
+    found = parse_host_port(text, default_port)
     if found is None or found[1] == 0:
         raise ValueError(
             f"has a host that is not host, host:port or [IPv6]:port (1 to 65535); {_ENCODE}"

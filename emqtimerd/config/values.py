@@ -93,7 +93,7 @@ def duration(at_least: str, at_most: str) -> TextForm[float]:
     )
 
 
-def host_and_port(text: str, default_port: int | None = None) -> tuple[str, int] | None:
+def parse_host_port(text: str, default_port: int | None = None) -> tuple[str, int] | None:
     """The two halves of `host:port` or `[IPv6]:port`; None when the text is not that."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?", text)
     if match is None:
@@ -130,7 +130,7 @@ LISTEN_ALLOWED = 'an address and a port, such as "127.0.0.1:9846", "0.0.0.0:9846
 
 def parse_listen(text: str) -> Listen:
     """The address in `host:port`."""
-    found = host_and_port(text)
+    found = parse_host_port(text)
     if found is None:
         raise ValueError(f"must be {LISTEN_ALLOWED}")
     return Listen(*found)

@@ -21,7 +21,7 @@ from stub import Stub
 from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode, find_server, packaged_server
 from emqtimerd.node import Node, open_node
-from emqtimerd.wire import BRAND, BRAND_KEY
+from emqtimerd.wire import BRAND, BRAND_KEY, queue_key, row_key
 
 # How long an example takes says more about the machine than about the code. In CI, the same
 # commit meets the same examples each time; everywhere else they are new ones.
@@ -76,6 +76,19 @@ def connect(node: DevNode, **options: Any) -> redis.Redis:
     """A raw client: bytes in, bytes out, and each command is sent once."""
     retry = Retry(NoBackoff(), 0)
     return redis.Redis(port=node.port, retry=retry, socket_timeout=10, **options)
+
+
+def plant(
+    client: redis.Redis, name: str, jobs: dict[bytes, float], queue: str = "orders", **fields: Any
+) -> None:
+    """Put rows and their ids into a set, as no verb would: with any time, stamp or kind."""
+    state = "scheduled" if name == "schedule" else name
+    row: Any = {"state": state, "payload": b"p", "attempts": 1, **fields}
+    with client.pipeline(transaction=False) as pipeline:
+        pipeline.zadd(queue_key(queue, name), jobs)
+        for job_id in jobs:
+            pipeline.hset(row_key(queue, job_id), mapping=row)
+        pipeline.execute()
 
 
 def server_path(kind: str) -> Path:

@@ -67,6 +67,17 @@ def base(queue: str) -> bytes:
     return b"emq:{" + queue.encode() + b"}:"
 
 
+# The keys of the queue that the tables are about.
+BASE = base("orders")
+PENDING, ACTIVE, SCHEDULE, DEAD = (BASE + name.encode() for name in SETS)
+META, COMPLETED, FAILED = BASE + b"meta", BASE + b"metrics:completed", BASE + b"metrics:failed"
+
+
+def rk(job_id: bytes) -> bytes:
+    """The key of a row of that queue."""
+    return BASE + b"job:" + job_id
+
+
 class Verbatim(DefaultParser):  # type: ignore[misc,valid-type]
     """Leaves errors as the server wrote them; redis-py takes the first word off those it knows."""
 

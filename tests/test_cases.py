@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import redis
-from conftest import NameServers, wait_until
+from conftest import NameServers, plant, wait_until
 from stub import HANG_UP, Answer, Stub, array, error, ids, integer
 
 from emqtimerd import sweeper as sweepers
@@ -216,12 +216,8 @@ def test_a_sweep_tells_when_it_was_done(
 ) -> None:
     """Case "Loop dies on one failure": the time of the last success is that of a sweep that moved
     something, too, and never that of one which failed."""
-    source, state = {
-        "promote": ("schedule", "scheduled"),
-        "stalled_check": ("active", "active"),
-    }[verb]
-    client.zadd(wire.queue_key("orders", source), {b"JOB1": 1})
-    client.hset(wire.row_key("orders", b"JOB1"), mapping={"state": state, "attempts": 1})
+    source = {"promote": "schedule", "stalled_check": "active"}[verb]
+    plant(client, source, {b"JOB1": 1})
     opened, order = open_to(node.url), Sweep("orders", verb, 100)
     (result,) = sweep(opened, [order]).results
     assert result.moved == 1
@@ -249,11 +245,7 @@ def test_a_queue_that_is_blocked_no_longer_is_drained_by_whole_pages(
     """Case "Poison row": the head alone was tried as long as it refused; once it moves, what waited
     behind it goes with the limit that is configured, and not one by one."""
     job_ids = [b"JOB%03d" % number for number in range(301)]
-    client.zadd(wire.queue_key("orders", "schedule"), dict.fromkeys(job_ids, 1))
-    with client.pipeline(transaction=False) as pipeline:
-        for job_id in job_ids:
-            pipeline.hset(wire.row_key("orders", job_id), mapping={"state": "scheduled"})
-        pipeline.execute()
+    plant(client, "schedule", dict.fromkeys(job_ids, 1))
     client.hset(wire.row_key("orders", b"JOB000"), "group", "g")
     opened, order = open_to(node.url), Sweep("orders", "promote", 100)
     (result,) = sweep(opened, [order]).results

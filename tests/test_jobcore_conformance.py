@@ -14,17 +14,25 @@ from typing import Any
 import pytest
 import redis
 from echomq import (
+    ACTIVE,
+    BASE,
     BRAND,
     BRAND_KEY,
+    COMPLETED,
+    DEAD,
+    FAILED,
     FAR,
+    META,
+    PENDING,
+    SCHEDULE,
     TOKENS,
     Keyspace,
     Refusal,
     Value,
     Within,
-    base,
     client_of,
     read_keyspace,
+    rk,
     row,
     run_id,
     send,
@@ -43,11 +51,6 @@ def _client(any_node: DevNode) -> redis.Redis:
 
 # --- the words of the tables --------------------------------------------------------------------
 
-BASE = base("orders")
-PENDING, ACTIVE, SCHEDULE, DEAD = (
-    BASE + name for name in (b"pending", b"active", b"schedule", b"dead")
-)
-META, COMPLETED, FAILED = BASE + b"meta", BASE + b"metrics:completed", BASE + b"metrics:failed"
 J, J2, J3, J4 = b"JOB1", b"JOB2", b"JOB3", b"JOB4"
 BINARY = b"JOB\x00\xff\r\n{}* \xf0\x28"
 
@@ -55,11 +58,6 @@ BINARY = b"JOB\x00\xff\r\n{}* \xf0\x28"
 EARLIER = b"e" * 40
 # Due or expired since 1970, in an order.
 LONG_AGO = 1_000.0
-
-
-def rk(job_id: bytes) -> bytes:
-    """The key of a row."""
-    return BASE + b"job:" + job_id
 
 
 @dataclass(frozen=True)
@@ -1173,8 +1171,7 @@ WRONG_STATES = [
 ]
 
 KINDS = [
-    Case("kind", held(b"TASK1"), verb(b"TASK1"), KIND)
-    for verb in (extend, complete, delay, fail, requeue, reprocess, reschedule)
+    Case("kind", held(b"TASK1"), verb(b"TASK1"), KIND) for verb in (*HOLDERS, reprocess, reschedule)
 ]
 
 # Lane before state before token: each verb that refuses lane rows says so whatever else is wrong.

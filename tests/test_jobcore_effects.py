@@ -12,11 +12,18 @@ import pytest
 import redis
 from conftest import SERVERS, wait_until
 from echomq import (
+    ACTIVE,
+    BASE,
+    COMPLETED,
+    DEAD,
+    FAILED,
     FAR,
+    PENDING,
+    SCHEDULE,
     Refusal,
-    base,
     client_of,
     read_keyspace,
+    rk,
     send,
     send_all,
     write_keyspace,
@@ -29,11 +36,6 @@ each_server = pytest.mark.parametrize("kind", SERVERS)
 # A primary waits for more replicas before it sends its data; ours has one.
 AT_ONCE = ("--repl-diskless-sync-delay", "0")
 
-BASE = base("orders")
-PENDING, ACTIVE, SCHEDULE, DEAD = (
-    BASE + name for name in (b"pending", b"active", b"schedule", b"dead")
-)
-COMPLETED, FAILED = BASE + b"metrics:completed", BASE + b"metrics:failed"
 HOUR = 3_600_000
 
 
@@ -41,11 +43,6 @@ class StartNode(Protocol):
     """Starts a node of the test's own."""
 
     def __call__(self, kind: str = ..., **options: Any) -> DevNode: ...
-
-
-def rk(job_id: bytes) -> bytes:
-    """The key of a row."""
-    return BASE + b"job:" + job_id
 
 
 def enqueue(job_id: bytes, payload: bytes = b"p") -> tuple[Any, ...]:

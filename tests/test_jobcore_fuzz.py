@@ -11,15 +11,22 @@ import os
 from typing import Any
 
 from echomq import (
+    ACTIVE,
+    BASE,
     BRAND,
     BRAND_KEY,
+    DEAD,
     FAR,
+    PENDING,
+    SCHEDULE,
     SET_OF_STATE,
+    SETS,
     Keyspace,
     Refusal,
     base,
     client_of,
     read_keyspace,
+    rk,
     row,
     run_id,
     send,
@@ -44,9 +51,7 @@ given_calls = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-BASE = base("orders")
-NAMES = (b"pending", b"active", b"schedule", b"dead")
-PENDING, ACTIVE, SCHEDULE, DEAD = (BASE + name for name in NAMES)
+NAMES = tuple(name.encode() for name in SETS)
 LONG = b"JOB" + b"\xff" * 70_000
 IDS = (
     b"JOB1",
@@ -63,11 +68,6 @@ IDS = (
     LONG,
 )
 LONG_AGO = 1_000.0
-
-
-def rk(job_id: bytes) -> bytes:
-    """The key of a row."""
-    return BASE + b"job:" + job_id
 
 
 def a_queue(epoch: bytes) -> Keyspace:

@@ -50,9 +50,7 @@ EXAMPLES, STEPS = 400, 20
 
 QUEUE = "model"
 BASE = base(QUEUE)
-PENDING, ACTIVE, SCHEDULE, DEAD = (
-    BASE + name for name in (b"pending", b"active", b"schedule", b"dead")
-)
+PENDING, ACTIVE, SCHEDULE, DEAD = (BASE + name.encode() for name in SETS)
 
 # Few, so that histories meet: some a prefix of another, one with every awkward byte.
 JOB_IDS = (b"JOB", b"JOB1", b"JOB10", b"JOB2", b"JOB\x00\xff\r\n {}")

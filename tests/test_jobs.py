@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 from conftest import wait_until
-from echomq import TOKENS, Queue, base, client_of, read_keyspace, run_id, send
+from echomq import BASE, TOKENS, Queue, client_of, read_keyspace, run_id, send
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -41,7 +41,6 @@ from emqtimerd.jobs import (
     mint_id,
 )
 
-BASE = base("orders")
 HOUR = 3_600_000
 
 

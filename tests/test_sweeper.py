@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import connect, wait_until
+from conftest import connect, plant, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from stub import (
@@ -38,12 +38,10 @@ from emqtimerd import wire
 from emqtimerd.devnode import DevNode
 from emqtimerd.node import Identity, Link, Node
 from emqtimerd.preview import foresee
-from emqtimerd.sweeper import Sweep, SweepResult, Verb, run_round, survey
+from emqtimerd.sweeper import VERBS, Sweep, SweepResult, Verb, run_round, survey
 
-VERBS: tuple[Verb, ...] = ("promote", "stalled_check")
 COMMAND = {"promote": "EMQ.PROMOTE", "stalled_check": "EMQ.STALLED.CHECK"}
 SOURCE = {"promote": "schedule", "stalled_check": "active"}
-STATE = {"schedule": b"scheduled", "active": b"active", "pending": b"pending", "dead": b"dead"}
 
 FAR = 4_102_444_800_000
 """2100-01-01: not due in any test."""
@@ -60,23 +58,6 @@ def sweep_all(
 def sweep(node: Node, verb: Verb, limit: int = 100, **options: Any) -> SweepResult:
     """Sweep the queue `orders` in a round of its own."""
     return sweep_all(node, [Sweep("orders", verb, limit)], **options)["orders"]
-
-
-def plant(
-    client: redis.Redis,
-    name: str,
-    jobs: dict[bytes, float],
-    *,
-    queue: str = "orders",
-    **fields: Any,
-) -> None:
-    """Put rows and their ids into a set, as no verb would: with any time, stamp or kind."""
-    client.zadd(wire.queue_key(queue, name), jobs)
-    with client.pipeline(transaction=False) as pipeline:
-        for job_id in jobs:
-            row: Any = {"state": STATE[name], "payload": b"p", "attempts": 1, **fields}
-            pipeline.hset(wire.row_key(queue, job_id), mapping=row)
-        pipeline.execute()
 
 
 def numbered(count: int, start: float = 1.0) -> dict[bytes, float]:

@@ -153,6 +153,8 @@ def _tls_fix(settings: NodeSettings, error: ssl.SSLError) -> str:
 
 def _reach_fix(settings: NodeSettings, fault: NodeFault) -> str:
     url = settings.url
+    if url.topology == "sentinel" and (words := _sentinel_fix(fault)):
+        return words
     if fault.code == "timeout":
         # A server without TLS takes the greeting for half a command, and waits for the rest of it.
         plain = f'if this port does not speak TLS, write "{url.plain_scheme}://"; else: '
@@ -171,3 +173,15 @@ def _reach_fix(settings: NodeSettings, fault: NodeFault) -> str:
     if url.socket:
         return "does the server run with this unixsocket, and may this user open it?"
     return "is this the address (node.url), and does the server run and listen there (bind, port)?"
+
+
+def _sentinel_fix(fault: NodeFault) -> str:
+    """What to do about sentinels that are there and name nobody; empty for other faults."""
+    if "unknown command 'SENTINEL'" in fault.message:
+        return (
+            "node.url has to name sentinels (port 26379 unless they were given another), and this "
+            "is none: name them, or name the server itself without +sentinel"
+        )
+    if "knows no primary called" in fault.message:
+        return "correct the name of the primary in node.url: SENTINEL MASTERS lists those they know"
+    return ""

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import redis
-from conftest import wait_until
-from stub import SILENCE, Answer, Stub, array, bulk, error, ids, integer, late
+from conftest import plant, wait_until
+from stub import NIL, SILENCE, Answer, Stub, array, bulk, error, ids, integer, late
 
 from emqtimerd import wire
+from emqtimerd.check import examine
 from emqtimerd.cli import app
+from emqtimerd.config import Settings
 from emqtimerd.devnode import DevNode
 
 EARLIER = b"e" * 40
@@ -63,17 +65,6 @@ def once(*arguments: str | bytes, **env: str) -> Run:
     run = Run(done.returncode, done.stdout.decode(), done.stderr.decode())
     assert "Traceback" not in run.err
     return run
-
-
-def plant(
-    client: redis.Redis, name: str, jobs: dict[bytes, float], queue: str = "orders", **fields: Any
-) -> None:
-    """Put rows and their ids into a set, as no verb would: with any time, stamp or kind."""
-    state = {"schedule": b"scheduled", "active": b"active"}[name]
-    client.zadd(wire.queue_key(queue, name), jobs)
-    for job_id in jobs:
-        row: Any = {"state": state, "payload": b"p", "attempts": 1, **fields}
-        client.hset(wire.row_key(queue, job_id), mapping=row)
 
 
 def plant_all_kinds(client: redis.Redis) -> str:
@@ -553,6 +544,28 @@ def test_tls_to_a_port_that_has_none_says_what_to_try(node: DevNode) -> None:
     run = once("--url", url, "--queue", "a", EMQTIMERD_NODE__CONNECT_TIMEOUT="200ms")
     assert run.code == 3
     assert 'if this port does not speak TLS, write "redis://"' in run.err
+
+
+NOBODY_NAMED = {
+    "no sentinel": (error("ERR unknown command 'SENTINEL', with args beginning with: "), "is none"),
+    "another name": (NIL, "correct the name of the primary in node.url: SENTINEL MASTERS"),
+}
+
+
+@pytest.mark.parametrize(("answer", "words"), NOBODY_NAMED.values(), ids=NOBODY_NAMED)
+def test_a_sentinel_that_names_no_primary_says_what_to_write_instead(
+    stub: Stub, answer: Answer, words: str
+) -> None:
+    """It was reached, so whether it runs and listens is no question; `check` says the same."""
+    stub.on("SENTINEL", answer)
+    url = f"redis+sentinel://127.0.0.1:{stub.port}/main/0"
+    run = once("--url", url, "--queue", "a")
+    assert run.code == 3
+    fix = run.err.partition("fix: ")[2].strip()
+    assert words in fix
+    assert "listen" not in fix
+    settings = Settings.model_validate({"queues": ["a"], "node": {"url": url}})
+    assert fix in {finding.fix for finding in examine(settings).findings}
 
 
 NO_CORE = error("ERR unknown command 'EMQ.VERSION'")

@@ -21,7 +21,7 @@ def topology(account: Account) -> Iterator[Finding]:
 
 def no_topology(settings: NodeSettings, fault: NodeFault) -> Finding:
     """Nobody could say who the servers are."""
-    fix = f"does node.url name {settings.url.topology} servers that run?"
+    fix = verdict.fix(settings, fault) or f"does node.url name a {settings.url.topology} that runs?"
     return failed("topology", fault.message, fix, verdict.exit_code(fault))
 
 

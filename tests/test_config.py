@@ -1004,6 +1004,7 @@ def test_validate_says_no_more_than_whether_it_would_do(
     code, out, err = command("validate")
     assert (code, out) == (2, "")
     assert "nothing to sweep" in err
+    assert "name one with run --queue" in err, "config validate has no such option"
 
 
 def test_show_of_what_is_wrong_is_exit_2(

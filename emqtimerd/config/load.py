@@ -196,7 +196,7 @@ def _check_whole(merged: _Merged, listed: set[str], *, needs_queues: bool) -> li
     relations = [*broken_relations(settings, None if chosen else listed)]
     if needs_queues and not settings.queues and not settings.discovery.enabled:
         advice = (
-            'list some, such as queues = ["orders"], name one with --queue, or set '
+            'list some, such as queues = ["orders"], name one with run --queue, or set '
             "discovery.enabled"
         )
         # Whoever wrote `queue = ["orders"]` is told that already.

@@ -270,8 +270,9 @@ MassExpiry = Annotated[
     MassExpirySettings | Literal[False],
     OffOrTable(),
     Field(
-        description="guard against burying jobs for a network's fault: when at least this share "
-        "of a queue's leases is expired, its stall check is sent with max_stalled + 1; false: off"
+        description="guard against burying jobs for a network's fault, such as { share = 0.5, "
+        "at_least = 20 }: when that share of a queue's leases, and that many, are expired, its "
+        "stall check is sent with max_stalled + 1; false: off"
     ),
 ]
 

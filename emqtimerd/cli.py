@@ -136,14 +136,14 @@ def run(
     SIGTERM and SIGINT stop it after the running sweeps, SIGHUP re-reads the file. Exit codes:
     0 stopped; 1 the grace was exceeded, or a thread died; 2 usage, configuration, port in use.
     """
-    flags = {"node.url": url, "queues": tuple(queue) if queue else None}
+    flags = _flags(url, queue)
     if embedded and url is not None:
         _refuse("--embedded brings a node of its own: leave out --url, or --embedded")
 
     def load() -> "Config":
         from emqtimerd.config import load as read
 
-        return read(config, os.environ, _given(flags), needs_queues=True)
+        return read(config, os.environ, flags, needs_queues=True)
 
     with contextlib.ExitStack() as stack:
         if embedded:
@@ -225,7 +225,7 @@ def once(
     3 node unreachable, TLS or authentication; 4 not an EMQ node of this wire; 130 and 143
     interrupted, with what was done still printed.
     """
-    settings = _load(config, {"node.url": url, "queues": tuple(queue) if queue else None}).settings
+    settings = _load(config, _flags(url, queue)).settings
     if not settings.queues:
         search = "; once does not search for queues, as run does with discovery.enabled"
         _refuse(
@@ -249,7 +249,7 @@ def once(
         stop=lambda: interrupt.signal is not None,
     )
     if as_json:
-        _print(json.dumps(document(report), indent=2))
+        _print_document(document(report))
     elif report.fault is None:
         _print(table(report))
     if report.fault:
@@ -276,19 +276,21 @@ def check(
     2 usage or configuration; 3 node unreachable, TLS or authentication; 4 not an EMQ node of this
     wire.
     """
-    loaded = _load(config, {"node.url": url, "queues": tuple(queue) if queue else None})
+    loaded = _load(config, _flags(url, queue))
     if acl:
         from emqtimerd.acl import acl_document, acl_rule
 
-        rule = acl_rule(loaded.settings)
-        _print(json.dumps(acl_document(loaded.settings), indent=2) if as_json else rule)
+        if as_json:
+            _print_document(acl_document(loaded.settings))
+        else:
+            _print(acl_rule(loaded.settings))
         return
 
     from emqtimerd.check import document, examine, lines
 
     report = examine(loaded.settings, None if loaded.file is None else str(loaded.file))
     if as_json:
-        _print(json.dumps(document(report), indent=2))
+        _print_document(document(report))
     else:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         _print("\n".join(lines(report, color=color)))
@@ -377,20 +379,23 @@ def schema() -> None:
     """Print the JSON Schema of the configuration file."""
     from emqtimerd.config import schema as json_schema
 
-    _print(json.dumps(json_schema(), indent=2))
+    _print_document(json_schema())
 
 
 # --- what the commands share --------------------------------------------------------------------
 
 
-def _load(file: Path | None, flags: Mapping[str, Any], *, needs_queues: bool = False) -> "Config":
+def _load(
+    file: Path | None, flags: Mapping[str, object], *, needs_queues: bool = False
+) -> "Config":
     from emqtimerd.config import load
 
-    return _checked(lambda: load(file, os.environ, _given(flags), needs_queues=needs_queues))
+    return _checked(lambda: load(file, os.environ, flags, needs_queues=needs_queues))
 
 
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: value for path, value in flags.items() if value is not None}
+def _flags(url: str | None, queues: list[str] | None) -> dict[str, object]:
+    """The flags that stand for settings, by path; None is one that was not given."""
+    return {"node.url": url, "queues": tuple(queues) if queues else None}
 
 
 def _checked(load: Callable[[], "Config"]) -> "Config":
@@ -410,6 +415,10 @@ def _refuse(message: str) -> NoReturn:
 def _complain(message: str) -> None:
     for line in message.splitlines():
         typer.echo(f"emqtimerd: {line}", err=True)
+
+
+def _print_document(document: dict[str, Any]) -> None:
+    _print(json.dumps(document, indent=2))
 
 
 def _print(text: str) -> None:

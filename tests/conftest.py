@@ -63,7 +63,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def wait_until(predicate: Callable[[], object], description: str, timeout: float = 10.0) -> None:
+def wait_until(predicate: Callable[[], object], description: str, timeout: float = 30.0) -> None:
     """Wait until the predicate holds, or fail with the description of what did not happen."""
     deadline = time.monotonic() + timeout
     while not predicate():
@@ -130,7 +130,7 @@ def no_process_is_left() -> Iterator[None]:
     mark = f"{MARK}={uuid.uuid4()}"
     os.environ[MARK] = mark.partition("=")[2]
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while processes_with_mark(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with_mark(mark) == []

@@ -52,7 +52,7 @@ class Told:
         """Whether the daemon has not ended."""
         raise NotImplementedError
 
-    def wait_told(self, event: str, times: int = 1, timeout: float = 10.0, **fields: Any) -> Line:
+    def wait_told(self, event: str, times: int = 1, timeout: float = 30.0, **fields: Any) -> Line:
         """Wait for so many lines of an event, and return the last of them."""
         wait_until(
             lambda: len(self.told(event, **fields)) >= times or not self.running(),
@@ -94,7 +94,7 @@ class Told:
         """One sample; None where there is none."""
         return self.scrape().get(name)
 
-    def wait_value(self, name: str, wanted: float, timeout: float = 10.0) -> None:
+    def wait_value(self, name: str, wanted: float, timeout: float = 30.0) -> None:
         """Wait until a sample has a value."""
         wait_until(
             lambda: self.value(name) == wanted,
@@ -102,7 +102,7 @@ class Told:
             timeout,
         )
 
-    def wait_ready(self, timeout: float = 10.0) -> None:
+    def wait_ready(self, timeout: float = 30.0) -> None:
         """Wait until the daemon says that it does its work."""
         wait_until(lambda: self.get("/readyz")[0] == 200, f"ready: {self.get('/readyz')}", timeout)
 
@@ -171,7 +171,7 @@ class DaemonProcess(Told):
         """Write another configuration file."""
         self.file.write_text(config)
 
-    def reload(self, config: str | None = None, timeout: float = 10.0) -> Line:
+    def reload(self, config: str | None = None, timeout: float = 30.0) -> Line:
         """Have the file, or another one, read anew; return the line that says how it went."""
         if config is not None:
             self.configure(config)
@@ -330,7 +330,7 @@ class Manager:
             if any(line.startswith(start) for line in text.splitlines())
         ]
 
-    def wait_told(self, start: str, times: int = 1, timeout: float = 10.0) -> None:
+    def wait_told(self, start: str, times: int = 1, timeout: float = 30.0) -> None:
         wait_until(
             lambda: len(self.told(start)) >= times, f"{start} told; it was {self.messages}", timeout
         )

@@ -440,7 +440,7 @@ class Sentinels(Servers):
         with self.sentinel(number) as client:
             return int(ask(client, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER)[1])
 
-    def wait_named(self, node: DevNode, timeout: float = 15) -> None:
+    def wait_named(self, node: DevNode, timeout: float = 30) -> None:
         """Wait until every living sentinel names a server as the primary."""
         living = [n for n, process in enumerate(self._processes) if process.poll() is None]
         wait_until(

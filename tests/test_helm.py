@@ -884,7 +884,7 @@ def serve_and_stop(
     """Run a daemon's pod: wait until it is ready, ask all that is asked there, and stop it."""
     process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: ready(port), "the pod is ready", 30)
+        wait_until(lambda: ready(port), "the pod is ready")
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             path = pod["spec"]["containers"][0][probe]["httpGet"]["path"]
             for host in ("127.0.0.1", "[::1]"):

@@ -108,7 +108,7 @@ class Manager:
             pairs = (line.split("=", 1) for line in data.decode().split("\n"))
             self.heard.append((time.monotonic(), sender, dict(pairs)))
 
-    def wait_for(self, start: int = 0, timeout: float = 10.0, **wanted: str) -> int:
+    def wait_for(self, start: int = 0, timeout: float = 30.0, **wanted: str) -> int:
         """Wait for a message with these values, each a pattern, and return its number."""
 
         def found() -> list[int]:

@@ -201,11 +201,6 @@ Connector: TypeAlias = Callable[[str, int], Connection]
 """Makes a connection to a host and port; it is not connected yet."""
 
 
-def host_and_port(host: str, port: int) -> str:
-    """Write an address as people do."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def connector(settings: NodeSettings) -> Connector:
     """Return what dials the servers of a node: its credentials, its TLS, its database."""
     options = _options(settings) | _login(settings) | {"db": settings.url.db}

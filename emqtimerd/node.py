@@ -21,7 +21,7 @@ import hiredis
 import redis
 
 from emqtimerd import wire
-from emqtimerd.config import ConfigError, NodeSettings
+from emqtimerd.config import ConfigError, NodeSettings, host_port_text
 from emqtimerd.dialling import (
     MIN_WAIT_SECONDS,
     Connection,
@@ -29,7 +29,6 @@ from emqtimerd.dialling import (
     UnusableTls,
     connector,
     file_connector,
-    host_and_port,
     reason,
 )
 
@@ -581,7 +580,7 @@ class Node:
         """Where the connection leads, if the node's name does not say it."""
         if not self._found or not isinstance(connection, redis.Connection):
             return ""
-        where = host_and_port(connection.host, connection.port)
+        where = host_port_text(connection.host, connection.port)
         return "" if where == self.name else f" to {where}"
 
 
@@ -685,5 +684,5 @@ def open_node(settings: NodeSettings) -> Node:
     if url.scheme == "unix":
         name, dial = url.socket, file_connector(settings)
     else:
-        name, dial = host_and_port(*url.hosts[0]), partial(connector(settings), *url.hosts[0])
+        name, dial = host_port_text(*url.hosts[0]), partial(connector(settings), *url.hosts[0])
     return Node(name, dial, settings.timeout_seconds)

@@ -13,8 +13,8 @@ from functools import partial
 from typing import ClassVar, NoReturn, TypeVar
 
 from emqtimerd import wire
-from emqtimerd.config import NodeSettings
-from emqtimerd.dialling import Connection, connector, host_and_port, sentinel_connector
+from emqtimerd.config import NodeSettings, host_port_text
+from emqtimerd.dialling import Connection, connector, sentinel_connector
 from emqtimerd.node import (
     FenceRefused,
     Node,
@@ -160,11 +160,11 @@ class SentinelNodes(Nodes):
         """Ask each sentinel. Raises Unreachable if none names a primary."""
         answers = self._sentinels.ask_all()
         named = [answer for answer in answers if not isinstance(answer, NodeFault)]
-        first = host_and_port(*self._sentinels.primary())
-        agree = sum(host_and_port(*answer) == first for answer in named)
+        first = host_port_text(*self._sentinels.primary())
+        agree = sum(host_port_text(*answer) == first for answer in named)
         troubles = [str(answer) for answer in answers if isinstance(answer, NodeFault)]
         if agree < len(named):
-            others = sorted({host_and_port(*answer) for answer in named} - {first})
+            others = sorted({host_port_text(*answer) for answer in named} - {first})
             troubles.append(f"other sentinels name {', '.join(others)}")
         return Account(
             f"{self.name} is {first}, say {agree} of {len(answers)} sentinels", tuple(troubles)
@@ -189,7 +189,7 @@ class _Sentinels:
         self._patience_seconds = settings.connect_timeout_seconds / len(hosts)
         connect = sentinel_connector(settings, self._patience_seconds)
         self._order = [
-            Node(host_and_port(*host), partial(connect, *host), self._patience_seconds)
+            Node(host_port_text(*host), partial(connect, *host), self._patience_seconds)
             for host in hosts
         ]
         self._lock = threading.Lock()
@@ -350,7 +350,7 @@ class ClusterNodes(Nodes):
     def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
         self._connect = connector(settings)
-        name = ",".join(host_and_port(*seed) for seed in settings.url.hosts)
+        name = ",".join(host_port_text(*seed) for seed in settings.url.hosts)
         # Stands for whoever ought to have a slot that nobody serves, and for all before anything
         # is known. To connect to it is to look who there is; it never answers.
         super().__init__(Node(name, self._dial_nobody, settings.timeout_seconds))
@@ -452,7 +452,7 @@ class ClusterNodes(Nodes):
             if time.monotonic() >= until:
                 break
             dial = partial(self._connect, host, port)
-            server = Node(host_and_port(host, port), dial, settings.timeout_seconds)
+            server = Node(host_port_text(host, port), dial, settings.timeout_seconds)
             try:
                 return self._ask(server, host)
             except NodeFault as fault:
@@ -512,7 +512,7 @@ class ClusterNodes(Nodes):
         heirs: dict[str, str] = {}
         for part in ranges:
             server = part.primary
-            name = host_and_port(server.host, server.port)
+            name = host_port_text(server.host, server.port)
             node = nodes.get(server.id) or known.get(server.id)
             if node is None or node.name != name:
                 forebear = before.forebear(part, ids) if before else None

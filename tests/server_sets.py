@@ -17,10 +17,10 @@ from conftest import TEST_ARGS, connect, server_path, wait_until
 from echomq import base, send
 
 from emqtimerd import wire
+from emqtimerd.config import host_port_text
 from emqtimerd.devnode import DevNode
 from emqtimerd.devnode.node import free_port
 from emqtimerd.devnode.process import Process, end, spawn
-from emqtimerd.dialling import host_and_port
 
 START_SECONDS = 60.0
 """How long a set of servers may take to stand: three seconds here, and a minute on a tired machine
@@ -144,7 +144,7 @@ class Servers:
 
     def name_of(self, node: DevNode) -> str:
         """What the daemon calls a server."""
-        return host_and_port(self.host, self.port_of(node))
+        return host_port_text(self.host, self.port_of(node))
 
     def add(self, count: int, *arguments: str, **options: Any) -> list[DevNode]:
         """Start servers, all at the same time."""
@@ -378,7 +378,7 @@ class Sentinels(Servers):
 
     @property
     def url(self) -> str:
-        hosts = ",".join(host_and_port(self.host, port) for port in self.ports)
+        hosts = ",".join(host_port_text(self.host, port) for port in self.ports)
         return f"redis+sentinel://{hosts}/{MASTER}/0"
 
     def start(self) -> None:

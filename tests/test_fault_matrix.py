@@ -315,12 +315,12 @@ def sentinels_are_answered(answer: Answer) -> Injection:
 
 def sentinels_are_gone(scene: StubScene, _: Sequence[Verb]) -> None:
     scene.other.stop_listening()
-    known = len(scene.daemon.lines())
 
     def missed() -> bool:
         # As above; of those who ask it is seen that they give up.
         scene.stub.hang_up()
-        return any("entinel" in line.get("reason", "") for line in scene.daemon.lines()[known:])
+        nodes = scene.daemon.daemon._ledger.overview().nodes
+        return any("entinel" in node.reason for node in nodes)
 
     await_(missed, "no sentinel is reached")
     scene.stub.hang_up()

@@ -100,6 +100,14 @@ class Desk:
     def promote(self) -> list[Wake]:
         return self.rounds.run("promote", self.queues)
 
+    def promote_late(self, queue: str, answer: Answer) -> threading.Thread:
+        """Have a round of another thread wait for this answer; return when it was asked for."""
+        self.stub.on("EMQ.PROMOTE", late(answer, 1.5), word=b"{%b}" % queue.encode())
+        slow = threading.Thread(target=self.rounds.run, args=("promote", [queue]))
+        slow.start()
+        wait_until(lambda: self.stub.count("EMQ.PROMOTE") == 1, "a sweep that is answered late")
+        return slow
+
     def check(self) -> list[Wake]:
         """One round of stall checks, without the wakes for a look at all queues at the start."""
         return self.rounds.run("stalled_check", self.queues)
@@ -579,12 +587,9 @@ def test_a_connection_that_breaks_late_is_no_news_of_the_node(
 ) -> None:
     """Several rounds wait for a server that went away silently; the first that gives up tells it,
     the next one reaches the node anew. Those that give up after that bring it down no more."""
-    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 1.5), word=b"{emails}")
     stub.on("EMQ.PROMOTE", HANG_UP, integer(0), word=b"{orders}")
     desk = open_desk("orders", "emails", node={"timeout": "5s"})
-    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
-    slow.start()
-    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that breaks late")
+    slow = desk.promote_late("emails", cut(integer(7), 1))
     for _ in range(2):
         desk.rounds.run("promote", ["orders"])
     assert desk.book.take() == ["node down", "node up"]
@@ -599,12 +604,9 @@ def test_a_connection_that_breaks_late_does_not_change_why_a_node_is_down(
 ) -> None:
     """A server restarts and loads its data, which new connections are told; of one that was in use
     meanwhile it is seen only now that it broke."""
-    stub.on("EMQ.PROMOTE", late(cut(integer(7), 1), 1.5), word=b"{emails}")
     stub.on("EMQ.PROMOTE", HANG_UP, word=b"{orders}")
     desk = open_desk("orders", "emails", node={"timeout": "5s"})
-    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
-    slow.start()
-    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that breaks late")
+    slow = desk.promote_late("emails", cut(integer(7), 1))
     stub.on("EMQ.VERSION", error("LOADING"), to_newcomers=True)
     desk.rounds.run("promote", ["orders"])
     assert desk.book.last("node down")["code"] == "LOADING"
@@ -620,12 +622,9 @@ def test_an_answer_from_before_a_fault_is_no_news_of_the_node(
 ) -> None:
     """A server begins to load its data while another round waits for its answer, and tells of it
     later: the node is not up for a moment."""
-    stub.on("EMQ.PROMOTE", late(integer(0), 1.5), word=b"{emails}")
     stub.on("EMQ.PROMOTE", error("LOADING"), word=b"{orders}")
     desk = open_desk("orders", "emails", "labels", node={"timeout": "5s"})
-    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
-    slow.start()
-    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that is answered late")
+    slow = desk.promote_late("emails", integer(0))
     desk.rounds.run("promote", ["orders"])
     stub.on("EMQ.VERSION", error("LOADING"))
     desk.rounds.run("promote", ["labels"])
@@ -641,11 +640,8 @@ def test_a_connection_from_before_a_fault_is_news_once_it_is_asked_again(
 ) -> None:
     """No other could be made while it was waited for; then its answer may be older than that. If
     the server hangs by now, it would be up for a moment between two node down."""
-    stub.on("EMQ.PROMOTE", late(integer(0), 1.5), word=b"{emails}")
     desk = open_desk("orders", "emails", node={"timeout": "5s"})
-    slow = threading.Thread(target=desk.rounds.run, args=("promote", ["emails"]))
-    slow.start()
-    wait_until(lambda: stub.count("EMQ.PROMOTE") == 1, "a sweep that is answered late")
+    slow = desk.promote_late("emails", integer(0))
     stub.on("EMQ.VERSION", error("LOADING"), to_newcomers=True)
     desk.rounds.run("promote", ["orders"])
     assert desk.book.take() == ["node down"]
